@@ -1,0 +1,116 @@
+"""The seam between tiering and whatever moves bytes: a protocol of six methods.
+
+`AioEngine` implements it over the C engine; a test may implement it over a dictionary. Everything above (the NVMe
+tier, the swapper, the store) uses only what stands here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """How an open file can be reached.
+
+    Args:
+        direct: O_DIRECT is in effect, so aligned transfers bypass the page cache.
+        direct_errno: why not, when it is not; 0 otherwise.
+        memory_align_bytes: what a buffer's address must be a multiple of to go direct.
+        offset_align_bytes: the same for file offsets and lengths.
+    """
+
+    direct: bool
+    direct_errno: int
+    memory_align_bytes: int
+    offset_align_bytes: int
+
+
+class Memory(Protocol):
+    """A piece of memory a transfer may use: it stays mapped as long as the object lives."""
+
+    @property
+    def address(self) -> int:
+        """First byte."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes from there."""
+        ...
+
+
+class Transfer(Protocol):
+    """One request on its way. It keeps its memory alive until it has ended."""
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not. Never blocks, never raises for a failed transfer."""
+        ...
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return when the transfer has succeeded; may be called again, from any thread.
+
+        Raises:
+            TransferError: it failed; names the operation, file, offset, bytes asked and done, and the errno.
+            TransferTimeoutError: it is still pending after ``timeout_s``; names what is pending.
+            EngineClosedError: the engine was closed before it ended, or belongs to another process.
+        """
+        ...
+
+
+class File(Protocol):
+    """An open file on one path of the backend."""
+
+    @property
+    def info(self) -> FileInfo:
+        """How it can be reached."""
+        ...
+
+    def close(self) -> None:
+        """Wait for its transfers and close it. A second call does nothing."""
+        ...
+
+
+class AioBackend(Protocol):
+    """Moves bytes between memory and files, asynchronously and in any order.
+
+    Reads and writes of overlapping ranges are ordered only by ``after`` or by waiting.
+    """
+
+    def open(self, path: str) -> File:
+        """Open an existing file for reading and writing.
+
+        Raises:
+            TransferError: the file cannot be opened.
+        """
+        ...
+
+    def read(  # noqa: PLR0913 - the six facts a read consists of
+        self, file: File, memory: Memory, *, at: int = 0, nbytes: int, offset: int,
+        after: Transfer | None = None,
+    ) -> Transfer:
+        """Start reading ``nbytes`` at file ``offset`` into ``memory`` from its byte ``at``.
+
+        With ``after``, it starts when that transfer has succeeded, and fails with ECANCELED when that fails.
+        """
+        ...
+
+    def write(  # noqa: PLR0913 - the six facts a write consists of
+        self, file: File, memory: Memory, *, at: int = 0, nbytes: int, offset: int,
+        after: Transfer | None = None,
+    ) -> Transfer:
+        """Start writing; the mirror image of `read`."""
+        ...
+
+    def register(self, memory: Memory) -> None:
+        """Pin the memory for cheaper transfers where that is allowed; a refusal only shows in the statistics."""
+        ...
+
+    def sync(self, file: File) -> None:
+        """Return when everything written to the file is on the drive (fdatasync)."""
+        ...
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Let transfers end, at most ``timeout_s``, and free everything. A second call does nothing."""
+        ...
