@@ -1,0 +1,272 @@
+"""The floors of the project: a module imports only from its own floor or from one below.
+
+`FLOORS` is the whole table. A new module must be placed in it, which is a design decision and should look
+like one in a change.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("tiering", "infinity", "bench")
+
+# From the ground up. A package's name stands for its `__init__`; what lies in a package that has no line
+# of its own belongs to the package's floor.
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("tiering.errors", "tiering.spec", "tiering.config"),
+    ("tiering.aio",),
+    ("tiering.arena",),
+    ("tiering.records",),
+    ("tiering.tiers",),
+    ("tiering.store",),
+    ("tiering.trace", "tiering.planner", "tiering.prefetch"),
+    ("tiering.swapper",),
+    ("tiering",),
+    ("infinity.config", "infinity.partition", "infinity.comm", "infinity.adam"),
+    ("infinity.parameters", "infinity.unit", "infinity.gradients"),
+    ("infinity.optimizer", "infinity.schedule", "infinity.hooks"),
+    ("infinity.engine",),
+    ("infinity",),
+    ("infinity.demo",),
+    ("bench",),
+)
+# Packages whose modules must each be placed: being new there is a decision.
+PLACED_ONE_BY_ONE = ("tiering", "infinity")
+DISTRIBUTED_IMPORTER = "infinity.comm"
+
+# What an assertion may call: nothing here changes anything.
+PURE_FUNCTIONS = frozenset(
+    "abs all any bool float frozenset int isinstance issubclass len list max min range repr set sorted"
+    " str sum tuple type zip".split()
+)
+PURE_METHODS = frozenset("data_ptr dim element_size is_contiguous numel".split())
+
+
+class Import(NamedTuple):
+    """One imported name: the module it may come from, and where the import stands."""
+
+    module: str
+    line: int
+
+
+def module_name(path: Path) -> str:
+    """The dotted name of a file, given relative to the root."""
+    parts = path.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def sources() -> dict[str, ast.Module]:
+    """Every module of the product, parsed."""
+    return {
+        module_name(path.relative_to(ROOT)): ast.parse(path.read_text(), filename=str(path))
+        for package in PACKAGES
+        for path in sorted((ROOT / package).rglob("*.py"))
+    }
+
+
+def imports(tree: ast.Module, known: frozenset[str] = frozenset()) -> Iterator[Import]:
+    """All modules that a module imports, wherever the import stands.
+
+    ``from a import b`` imports ``a.b`` where that is a module, and ``a`` otherwise.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            for alias in node.names:
+                full = f"{base}.{alias.name}"
+                yield Import(full if full in known or floor_of(full, exact=True) else base, node.lineno)
+
+
+def floor_of(module: str, *, exact: bool = False) -> int | None:
+    """The floor of a module, counted from 1, or None when it has no place.
+
+    Args:
+        module: dotted name.
+        exact: only a line of the table with this very name counts, not that of its package.
+    """
+    for number, floor in enumerate(FLOORS, start=1):
+        if module in floor:
+            return number
+    parent = module.rpartition(".")[0]
+    if exact or not parent or parent in PLACED_ONE_BY_ONE:
+        return None
+    return floor_of(parent)
+
+
+def layer_faults(module: str, tree: ast.Module, known: frozenset[str] = frozenset()) -> list[str]:
+    """Imports that go up, and imports that do not name their module in full."""
+    own = floor_of(module) or 0
+    faults = []
+    for target, line in imports(tree, known):
+        if target.startswith("."):
+            faults.append(f"{module}:{line}: relative import; name the module in full")
+        elif target.split(".")[0] in PACKAGES:
+            floor = floor_of(target)
+            if floor is None:
+                faults.append(f"{module}:{line}: {target} has no floor; place it in FLOORS")
+            elif floor > own:
+                faults.append(f"{module}:{line}: floor {own} imports {target} of floor {floor}")
+    return faults
+
+
+def manner_faults(tree: ast.Module) -> list[str]:
+    """Imports inside functions or classes, and star imports, by line."""
+    faults = []
+    for scope in ast.walk(tree):
+        if not isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        faults += [
+            f"{node.lineno}: import inside {scope.name}"
+            for node in ast.walk(scope)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+        ]
+    faults += [
+        f"{node.lineno}: import *"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names)
+    ]
+    return faults
+
+
+def uses_distributed(tree: ast.Module) -> bool:
+    """Whether torch.distributed is imported or reached through torch."""
+    named = any(
+        isinstance(node, ast.Attribute)
+        and node.attr == "distributed"
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "torch"
+        for node in ast.walk(tree)
+    )
+    return named or any(
+        f"{target}.".startswith("torch.distributed.")
+        for target, _ in imports(tree, frozenset({"torch.distributed"}))
+    )
+
+
+def assertion_faults(tree: ast.Module) -> list[str]:
+    """Assertions that could change something; under ``python -O`` they do not run at all."""
+    faults = []
+    for assertion in (node for node in ast.walk(tree) if isinstance(node, ast.Assert)):
+        for node in ast.walk(assertion):
+            if isinstance(node, ast.Call) and not _is_pure(node.func):
+                faults.append(f"{node.lineno}: calls {ast.unparse(node.func)} in an assertion")
+            elif isinstance(node, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom):
+                faults.append(f"{node.lineno}: {ast.unparse(node)} in an assertion")
+    return faults
+
+
+def _is_pure(function: ast.expr) -> bool:
+    if isinstance(function, ast.Name):
+        return function.id in PURE_FUNCTIONS
+    return isinstance(function, ast.Attribute) and function.attr in PURE_METHODS
+
+
+def test_every_module_has_its_floor() -> None:
+    homeless = [name for name in sources() if floor_of(name) is None]
+    assert not homeless, f"place these in FLOORS of {Path(__file__).name}: {homeless}"
+
+
+def test_modules_import_from_their_floor_or_below() -> None:
+    trees = sources()
+    known = frozenset(trees)
+    faults = [fault for name, tree in trees.items() for fault in layer_faults(name, tree, known)]
+    assert not faults, "\n".join(faults)
+
+
+def test_only_one_module_knows_torch_distributed() -> None:
+    users = {name for name, tree in sources().items() if uses_distributed(tree)}
+    assert users <= {DISTRIBUTED_IMPORTER}, users
+
+
+def test_imports_stand_at_the_head_and_name_what_they_take() -> None:
+    faults = [f"{name}:{fault}" for name, tree in sources().items() for fault in manner_faults(tree)]
+    assert not faults, "\n".join(faults)
+
+
+def test_assertions_have_no_effects() -> None:
+    faults = [
+        f"{name}:{fault}" for name, tree in sources().items() for fault in assertion_faults(tree)
+    ]
+    assert not faults, "\n".join(faults)
+
+
+def test_the_c_engine_knows_neither_python_nor_torch() -> None:
+    forbidden = re.compile(r'#\s*include\s*[<"](Python\.h|torch/|ATen/|c10/|pybind11/)')
+    files = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in {".c", ".h"}]
+    assert files
+    assert not [path.name for path in files if forbidden.search(path.read_text())]
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("tiering.store", "import infinity"),
+        ("tiering.store", "from infinity import initialize"),
+        ("tiering.aio.engine", "from tiering.store import TieredStore"),
+        ("tiering.records", "from tiering import store"),
+        ("tiering.records", "from tiering import TensorSwapper"),
+        ("infinity.unit", "from infinity.engine import Engine"),
+        ("infinity.engine", "import infinity.demo.model"),
+        ("infinity.unit", "from .partition import Shard"),
+        ("infinity.unit", "import tiering.unheard_of"),
+    ],
+)
+def test_an_import_that_goes_up_is_found(module: str, source: str) -> None:
+    assert layer_faults(module, ast.parse(source))
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("tiering.store", "from tiering.tiers.nvme import NvmeTier"),
+        ("tiering.store", "from tiering import errors"),
+        ("tiering.aio.engine", "from tiering.aio._native import ffi, lib"),
+        ("infinity.unit", "from tiering import TensorSwapper"),
+        ("infinity.demo.__main__", "import infinity"),
+        ("bench.aio_bench", "import infinity.demo"),
+    ],
+)
+def test_an_import_that_goes_down_or_stays_is_not(module: str, source: str) -> None:
+    assert not layer_faults(module, ast.parse(source))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch.distributed as dist",
+        "from torch import distributed",
+        "from torch.distributed.fsdp import x",
+        "import torch\ntorch.distributed.barrier()",
+    ],
+)
+def test_every_way_to_torch_distributed_is_found(source: str) -> None:
+    assert uses_distributed(ast.parse(source))
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["def f():\n    import os", "class A:\n    from os import path", "from os import *"],
+)
+def test_an_import_in_the_wrong_place_is_found(source: str) -> None:
+    assert manner_faults(ast.parse(source))
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["assert f.write(x)", "assert pop()", "assert (n := 1)", "assert x, log('no x')"],
+)
+def test_an_assertion_with_an_effect_is_found(source: str) -> None:
+    assert assertion_faults(ast.parse(source))
+
+
+def test_a_plain_assertion_is_not() -> None:
+    assert not assertion_faults(ast.parse("assert len(x) == 3 and x.numel() > 0, f'{x}'"))
