@@ -1,0 +1,1 @@
+"""A tensor store over three tiers."""

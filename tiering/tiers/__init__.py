@@ -1,0 +1,1 @@
+"""The tiers a record can be in, one module each."""

@@ -1,0 +1,322 @@
+"""The NVMe tier: one file a record, and the transfers between those files and arena slots.
+
+Bytes come from a slot of the arena and go to the payload part of the record's file, or back; the
+backend moves them, past the page cache. All that is known of a record here is its spec and its
+file's name. The size of a file is never looked at: it is padded, and the spec alone says what is in
+it.
+
+A file's whole room is reserved when the record is created, because a full drive must show before a
+step begins, not in the middle of one. Files stay open between transfers, since opening costs more
+than a small read; but a process may open only so many, so the ones unused for longest are closed
+when there are too many.
+
+What would break: closing or removing a file under a transfer. Each record keeps its pending
+transfers, and a file with any of them is neither closed nor evicted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import errno
+import os
+import resource
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from tiering import records
+from tiering.aio.backend import AioBackend, File, Memory, Transfer
+from tiering.errors import RecordError, SpaceError, TransferError
+from tiering.folder import SwapFolder
+from tiering.spec import RecordSpec
+
+_NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT)
+_CANNOT_RESERVE: Final = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+# The rest is for the user's own files, for data loaders and sockets. A backend may need two
+# descriptors a file.
+_DESCRIPTOR_SHARE: Final = 8
+_FEWEST_FILES: Final = 8
+_MOST_FILES: Final = 16_384
+
+
+@dataclass
+class _RecordFile:
+    """All that is known of one record on the drive."""
+
+    spec: RecordSpec
+    path: Path
+    payload_offset: int
+    file: File | None = None
+    pending: list[Transfer] = field(default_factory=list)
+
+    def is_busy(self) -> bool:
+        """Whether a transfer on it is pending."""
+        self.pending = [transfer for transfer in self.pending if not transfer.done()]
+        return bool(self.pending)
+
+
+class Part(NamedTuple):
+    """A stretch of a record's payload, for a record that moves in pieces.
+
+    Args:
+        start_bytes: where it begins in the payload, a multiple of the alignment.
+        nbytes: how long it is; only the last part may end off the alignment, where the payload
+            ends.
+    """
+
+    start_bytes: int
+    nbytes: int
+
+
+class NvmeTier:
+    """Records as files in ``folder``, moved by ``backend``. Both stay the caller's to close.
+
+    Safe to use from several threads, as long as one record is not used by two at once.
+    """
+
+    def __init__(self, folder: SwapFolder, backend: AioBackend) -> None:
+        self._folder = folder
+        self._backend = backend
+        self._lock = threading.RLock()
+        self._records: dict[str, _RecordFile] = {}
+        self._open: dict[str, _RecordFile] = {}  # in the order of last use
+        self._most_open = most_open_files()
+        self._created = 0
+        self._read_bytes = 0
+        self._written_bytes = 0
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of all reads started so far, padding included."""
+        return self._read_bytes
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes of all writes started so far, padding included, headers not."""
+        return self._written_bytes
+
+    def keys(self) -> list[str]:
+        """The records there are, in the order of their creation."""
+        with self._lock:
+            return list(self._records)
+
+    def require(self, total_bytes: int) -> None:
+        """Check that the drive has room for ``total_bytes``, before anything is written.
+
+        Raises:
+            SpaceError: it has not; names both numbers.
+        """
+        free_bytes = self._folder.free_bytes()
+        if total_bytes > free_bytes:
+            raise self._no_space(f"the record files need {total_bytes} bytes", errno.ENOSPC)
+
+    def create(self, spec: RecordSpec) -> None:
+        """Make the record's file, with its whole room reserved; its payload is undefined so far.
+
+        Raises:
+            RecordError: the key exists.
+            ConfigError: the file format cannot hold the record.
+            SpaceError: no room; nothing is left behind.
+            TransferError: the file could not be made for another reason.
+        """
+        head = records.header(spec)
+        with self._lock:
+            if spec.key in self._records:
+                raise RecordError(f"record {spec.key!r} exists; delete it before creating it anew")
+            path = self._folder.path / f"{self._created:08x}.safetensors"
+            self._created += 1
+            self._make_file(path, spec, head)
+            self._records[spec.key] = _RecordFile(spec, path, payload_offset=len(head))
+
+    def read(
+        self, key: str, memory: Memory, *, part: Part | None = None, after: Transfer | None = None
+    ) -> Transfer:
+        """Start reading a record, or a part of one, into ``memory`` from its first byte.
+
+        Args:
+            key: the record.
+            memory: a slot, at least as large as what is read is when rounded up to the alignment.
+            part: what to read; everything if None.
+            after: a transfer that must succeed first.
+
+        Raises:
+            RecordError: no such record, or the slot is too small.
+            TransferError: the file could not be opened.
+            EngineClosedError: the backend was closed or belongs to another process.
+        """
+        with self._lock:
+            record, part = self._checked(key, memory, part)
+            nbytes = records.aligned_bytes(part.nbytes)
+            offset = record.payload_offset + part.start_bytes
+            transfer = self._backend.read(
+                self._opened(key, record), memory, nbytes=nbytes, offset=offset, after=after
+            )
+            record.pending.append(transfer)
+            self._read_bytes += nbytes
+        return transfer
+
+    def write(
+        self, key: str, memory: Memory, *, part: Part | None = None, after: Transfer | None = None
+    ) -> Transfer:
+        """Start writing a record, or a part of one; the mirror image of `read`."""
+        with self._lock:
+            record, part = self._checked(key, memory, part)
+            nbytes = records.aligned_bytes(part.nbytes)
+            offset = record.payload_offset + part.start_bytes
+            transfer = self._backend.write(
+                self._opened(key, record), memory, nbytes=nbytes, offset=offset, after=after
+            )
+            record.pending.append(transfer)
+            self._written_bytes += nbytes
+        return transfer
+
+    def sync(self, key: str) -> None:
+        """Return when everything that was written of the record is on the drive.
+
+        Only what has been waited for counts as written.
+
+        Raises:
+            RecordError: no such record.
+            TransferError: the drive reports an error.
+        """
+        with self._lock:
+            file = self._opened(key, self._known(key))
+        self._backend.sync(file)
+
+    def path(self, key: str) -> Path:
+        """The record's file.
+
+        Raises:
+            RecordError: no such record.
+        """
+        with self._lock:
+            return self._known(key).path
+
+    def delete(self, key: str) -> None:
+        """Wait for the record's transfers and remove its file.
+
+        Raises:
+            RecordError: no such record.
+        """
+        with self._lock:
+            record = self._known(key)
+            del self._records[key]
+            self._open.pop(key, None)
+        _close(record)
+        record.path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Wait for all transfers and close the files; they stay where they are.
+
+        A second call does nothing.
+        """
+        with self._lock:
+            opened = list(self._open.values())
+            self._open.clear()
+        for record in opened:
+            _close(record)
+
+    def _known(self, key: str) -> _RecordFile:
+        try:
+            return self._records[key]
+        except KeyError:
+            nearest = difflib.get_close_matches(key, self._records, n=1, cutoff=0.4)
+            hint = f"; the nearest is {nearest[0]!r}" if nearest else ""
+            raise RecordError(
+                f"no record {key!r} among the {len(self._records)} on the drive{hint}"
+            ) from None
+
+    def _checked(self, key: str, memory: Memory, part: Part | None) -> tuple[_RecordFile, Part]:
+        """The record and the part that is meant, after a check that they agree with the memory."""
+        record = self._known(key)
+        payload_bytes = record.spec.nbytes
+        part = Part(0, payload_bytes) if part is None else part
+        end = part.start_bytes + part.nbytes
+        is_cut_right = end == payload_bytes or end % records.ALIGNMENT_BYTES == 0
+        if not 0 <= part.start_bytes <= end <= payload_bytes or not is_cut_right:
+            raise RecordError(f"record {key!r} has {payload_bytes} bytes; {part} is no part of it")
+        if part.start_bytes % records.ALIGNMENT_BYTES:
+            raise RecordError(f"record {key!r}: {part} starts off the alignment")
+        if memory.nbytes < records.aligned_bytes(part.nbytes):
+            raise RecordError(
+                f"record {key!r}: {part.nbytes} bytes are to be moved, which takes a slot of "
+                f"{records.aligned_bytes(part.nbytes)} bytes, but the slot has {memory.nbytes}"
+            )
+        return record, part
+
+    def _opened(self, key: str, record: _RecordFile) -> File:
+        """The record's file, opened if it is not, and marked as the one used last."""
+        if record.file is None:
+            self._evict(down_to=self._most_open - 1)
+            record.file = self._backend.open(str(record.path))
+        self._open.pop(key, None)
+        self._open[key] = record
+        record.is_busy()  # drops what has ended, so that the list stays short
+        return record.file
+
+    def _evict(self, *, down_to: int) -> None:
+        """Close the files unused for longest; if all are busy, wait for the oldest."""
+        while len(self._open) > down_to:
+            key = next(self._idle(), None) or next(iter(self._open))
+            _close(self._open.pop(key))
+
+    def _idle(self) -> Iterator[str]:
+        return (key for key, record in self._open.items() if not record.is_busy())
+
+    def _make_file(self, path: Path, spec: RecordSpec, head: bytes) -> None:
+        try:
+            with open(path, "xb", opener=_private) as file:
+                _reserve(file.fileno(), len(head) + records.aligned_bytes(spec.nbytes))
+                file.write(head)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            needed = f"record {spec.key!r} needs a file of {records.file_bytes(spec)} bytes"
+            if error.errno in _NO_SPACE:
+                raise self._no_space(needed, error.errno) from error
+            raise TransferError(needed, errno=error.errno or errno.EIO, path=str(path)) from error
+
+    def _no_space(self, needed: str, number: int) -> SpaceError:
+        free_bytes = self._folder.free_bytes()
+        return SpaceError(
+            f"{needed}, the drive under {self._folder.root} has {free_bytes} free",
+            errno=number,
+            path=str(self._folder.path),
+        )
+
+
+def most_open_files() -> int:
+    """How many files one tier keeps open: a share of what this process may open."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return _MOST_FILES
+    return min(max(limit // _DESCRIPTOR_SHARE, _FEWEST_FILES), _MOST_FILES)
+
+
+def _private(path: str, flags: int) -> int:
+    """Open for one's own user alone."""
+    return os.open(path, flags, mode=0o600)
+
+
+def _reserve(descriptor: int, nbytes: int) -> None:
+    """Take room for the whole file; where the file system promises none, just set its length."""
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        if error.errno not in _CANNOT_RESERVE:
+            raise
+        os.ftruncate(descriptor, nbytes)
+
+
+def _close(record: _RecordFile) -> None:
+    """Close a record's file when its transfers have ended. Whoever started them sees how."""
+    for transfer in record.pending:
+        with contextlib.suppress(TransferError):
+            transfer.wait()
+    record.pending.clear()
+    if record.file is not None:
+        record.file.close()
+        record.file = None
