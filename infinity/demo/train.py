@@ -1,0 +1,105 @@
+"""The training loop, and the same loop in plain torch to compare it with."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from infinity.demo.corpus import batches
+from infinity.demo.options import Options
+from infinity.engine import Engine
+
+TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class Step(NamedTuple):
+    """What one step did.
+
+    Args:
+        loss: mean cross-entropy of its batch, in nats.
+        seconds: forward, backward and update.
+        read_bytes: from NVMe, as far as done when the step ended.
+        written_bytes: to NVMe, likewise.
+        torch_seconds: the same step of the plain copy, if there is one.
+    """
+
+    loss: float
+    seconds: float
+    read_bytes: int
+    written_bytes: int
+    torch_seconds: float | None
+
+
+class PlainTorch:
+    """A copy of the model with everything in memory and torch's own AdamW, fused.
+
+    It keeps fp32 weights and computes under autocast when the compute type is bf16, the usual way
+    of mixed precision in plain torch.
+
+    Args:
+        model: copied now, before the engine takes it.
+        options: for the optimizer's settings.
+    """
+
+    def __init__(self, model: nn.Module, options: Options) -> None:
+        self._model = copy.deepcopy(model)
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+        )
+
+    def step(self, ids: torch.Tensor, compute_dtype: torch.dtype) -> float:
+        """Train on one batch, int64 of shape (batch, context + 1); return the seconds it took."""
+        start = time.perf_counter()
+        with torch.autocast(
+            ids.device.type, torch.bfloat16, enabled=compute_dtype is torch.bfloat16
+        ):
+            loss = self._model(ids)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return time.perf_counter() - start
+
+
+def train(
+    engine: Engine, text: torch.Tensor, options: Options, plain: PlainTorch | None
+) -> Iterator[Step]:
+    """Train step by step until the steps or the seconds are used up.
+
+    Args:
+        engine: holds the model.
+        text: uint8, shape (bytes,).
+        options: how much, and from which seed.
+        plain: trained on the same batches in turns, or None.
+    """
+    drawn = batches(text, batch=options.batch, context=options.model.context, seed=options.seed)
+    compute_dtype = TORCH_DTYPES[engine.stats().compute_dtype]
+    end = time.perf_counter() + options.seconds
+    for ids in itertools.islice(drawn, options.steps):
+        step = _engine_step(engine, ids)
+        yield step._replace(torch_seconds=plain.step(ids, compute_dtype)) if plain else step
+        if time.perf_counter() > end:
+            return
+
+
+def _engine_step(engine: Engine, ids: torch.Tensor) -> Step:
+    before = engine.stats()
+    start = time.perf_counter()
+    loss = engine(ids)
+    engine.backward(loss)
+    engine.step()
+    seconds = time.perf_counter() - start
+    after = engine.stats()
+    return Step(
+        loss=float(loss),
+        seconds=seconds,
+        read_bytes=after.nvme_read_bytes - before.nvme_read_bytes,
+        written_bytes=after.nvme_written_bytes - before.nvme_written_bytes,
+        torch_seconds=None,
+    )
