@@ -81,7 +81,7 @@ class Arena:
         if capacity_bytes <= 0:
             raise ConfigError(f"an arena needs a positive size, got {capacity_bytes} bytes")
         self._capacity_bytes = aligned_bytes(capacity_bytes)
-        self._memory = PinnedMemory(self._capacity_bytes)
+        self._memory: PinnedMemory | None = PinnedMemory(self._capacity_bytes)
         self._lock = threading.Lock()
         self._free = _FreeList(self._capacity_bytes)
         self._slots: dict[int, Slot] = {}
@@ -96,7 +96,14 @@ class Arena:
 
     @property
     def memory(self) -> PinnedMemory:
-        """The whole block, for registration with a backend or a device."""
+        """The whole block, for registration with a backend or a device.
+
+        Raises:
+            EngineClosedError: the arena was closed, or belongs to another process.
+        """
+        self._check_process()
+        if self._memory is None:
+            raise EngineClosedError("the arena was closed; its memory is gone")
         return self._memory
 
     def allocate(
@@ -112,7 +119,7 @@ class Arena:
 
         Raises:
             ArenaFullError: no free extent is large enough; says who holds the rest.
-            EngineClosedError: called in a forked child.
+            EngineClosedError: the arena was closed, or belongs to another process.
         """
         slot = self.try_allocate(nbytes, owner=owner, placement=placement)
         if slot is None:
@@ -123,7 +130,8 @@ class Arena:
         self, nbytes: int, *, owner: str, placement: Placement = Placement.PASSING
     ) -> Slot | None:
         """Cut a slot, or return None where `allocate` would raise `ArenaFullError`."""
-        self._check_process()
+        assert nbytes >= 0
+        memory = self.memory
         slot_bytes = aligned_bytes(max(nbytes, 1))
         with self._lock:
             self._drain()
@@ -133,8 +141,17 @@ class Arena:
             slot = Slot(self, start, slot_bytes, owner=owner)
             self._slots[start] = slot
             self._peak_bytes = max(self._peak_bytes, self._used_bytes())
-        self._clear_tail(slot, nbytes)
+        # What pads the slot is zero, so that equal records make equal files.
+        if tail_bytes := slot_bytes - nbytes:
+            memory.buffer(slot.start + nbytes, tail_bytes)[:] = bytes(tail_bytes)
         return slot
+
+    def close(self) -> None:
+        """Let go of the memory. It is unmapped when the last tensor over it is gone.
+
+        Slots can be freed afterwards, but neither made nor used. A second call does nothing.
+        """
+        self._memory = None
 
     def stats(self) -> ArenaStats:
         """Where the bytes are now."""
@@ -158,11 +175,6 @@ class Arena:
                 f"it and has no part of its memory; open a new one here"
             )
 
-    def _clear_tail(self, slot: Slot, nbytes: int) -> None:
-        """Zero what pads the slot, so that equal records make equal files."""
-        tail_bytes = slot.nbytes - nbytes
-        self._memory.buffer(slot.start + nbytes, tail_bytes)[:] = bytes(tail_bytes)
-
     def _drain(self) -> None:
         """Take in which tensors have died since; give back freed slots that were kept by them."""
         while self._dead_aliases:
@@ -184,8 +196,7 @@ class Arena:
 
     def _buffer(self, slot: Slot, nbytes: int) -> tuple[object, _Alias]:
         """A fresh buffer over the slot's first bytes, and the reference that tells of its end."""
-        self._check_process()
-        buffer = self._memory.buffer(slot.start, nbytes)
+        buffer = self.memory.buffer(slot.start, nbytes)
         return buffer, _Alias(buffer, self._dead_aliases, slot)
 
     def _explain(self, nbytes: int, owner: str) -> str:
@@ -284,7 +295,7 @@ class _Alias(weakref.ref[object]):
 
     __slots__ = ("slot",)
 
-    def __new__(cls, buffer: object, dead: collections.deque[_Alias], slot: Slot) -> _Alias:  # noqa: PYI034
+    def __new__(cls, buffer: object, dead: collections.deque[_Alias], slot: Slot) -> _Alias:
         self = super().__new__(cls, buffer, dead.append)
         self.slot = slot
         return self

@@ -29,7 +29,7 @@ from typing import Final, NamedTuple
 
 from tiering import records
 from tiering.aio.backend import AioBackend, File, Memory, Transfer
-from tiering.errors import RecordError, SpaceError, TransferError
+from tiering.errors import EngineClosedError, RecordError, SpaceError, TransferError
 from tiering.folder import SwapFolder
 from tiering.spec import RecordSpec
 
@@ -314,7 +314,7 @@ def _reserve(descriptor: int, nbytes: int) -> None:
 def _close(record: _RecordFile) -> None:
     """Close a record's file when its transfers have ended. Whoever started them sees how."""
     for transfer in record.pending:
-        with contextlib.suppress(TransferError):
+        with contextlib.suppress(TransferError, EngineClosedError):
             transfer.wait()
     record.pending.clear()
     if record.file is not None:
