@@ -10,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 C_SOURCES := $(wildcard csrc/aio/*.c csrc/aio/*.h)
 # A stamp says that the environment is ready, and for which kind of build.
-READY := $(VENV)/.ready$(if $(ZERO_INFINITY_NO_URING),-no-uring)
+READY := $(VENV)/.ready$(if $(filter-out 0,$(ZERO_INFINITY_NO_URING)),-no-uring)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint format wheel bench-smoke sanitize clean

@@ -30,7 +30,7 @@ missing_packages() {
 	EOF
 	# libc6-dev holds the headers that gcc alone does not bring.
 	command -v "$cc" >/dev/null || printf '%s\n' gcc libc6-dev
-	if [ -z "${ZERO_INFINITY_NO_URING:-}" ] && ! has_liburing; then
+	if [ "${ZERO_INFINITY_NO_URING:-0}" = 0 ] && ! has_liburing; then
 		echo liburing-dev
 	fi
 }

@@ -6,7 +6,6 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -17,8 +16,8 @@ from infinity.demo.corpus import read_corpus
 from infinity.demo.model import GPT
 from infinity.demo.options import Options, engine_config, parse
 from infinity.demo.train import TORCH_DTYPES, PlainTorch, train
-from infinity.engine import Engine
-from tiering.aio import AioEngine
+from infinity.engine import InfinityEngine
+from tiering.aio.engine import AioConfig, AioEngine
 from tiering.errors import TieringError
 
 _PROBE_S = 1.0
@@ -92,11 +91,11 @@ def _drive_speed(options: Options) -> float:
     if options.offload != "nvme":
         return 0.0
     seconds = _PROBE_S / 10 if options.smoke else _PROBE_S
-    with AioEngine(backend=options.backend) as backend:
-        return probe.measure_drive(backend, Path(options.path), seconds=seconds)
+    with contextlib.closing(AioEngine(AioConfig(backend=options.backend))) as backend:
+        return probe.measure_drive(backend, options.path, seconds=seconds)
 
 
-def _compute_time(options: Options, engine: Engine) -> float:
+def _compute_time(options: Options, engine: InfinityEngine) -> float:
     dtype = TORCH_DTYPES[engine.stats().compute_dtype]
     return probe.measure_compute(options.model, batch=options.batch, dtype=dtype)
 

@@ -56,7 +56,8 @@ class Block(nn.Module):
     def forward(self, stream: torch.Tensor) -> torch.Tensor:
         """Map the stream, shape (batch, tokens, width), to its next state, of the same shape."""
         stream = stream + self.project(self._attend(self.norm_1(stream)))
-        return stream + self.narrow(functional.gelu(self.widen(self.norm_2(stream))))
+        added: torch.Tensor = self.narrow(functional.gelu(self.widen(self.norm_2(stream))))
+        return stream + added
 
     def _attend(self, x: torch.Tensor) -> torch.Tensor:
         query, key, value = (
@@ -79,12 +80,13 @@ class GPT(nn.Module):
         self.config = config
         self.tokens = nn.Embedding(config.vocabulary, config.width)
         self.places = nn.Embedding(config.context, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        blocks = [Block(config) for _ in range(config.layers)]
+        self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         self.apply(_initialise)
         with torch.no_grad():
-            for block in self.blocks:
+            for block in blocks:
                 # Each block adds twice to the stream, whose variance shall not grow with depth.
                 block.project.weight.mul_(1 / math.sqrt(2 * config.layers))
                 block.narrow.weight.mul_(1 / math.sqrt(2 * config.layers))

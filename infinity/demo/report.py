@@ -275,7 +275,7 @@ def _traffic_rows(result: Result) -> list[Row]:
         Row(
             "backend",
             f"{stats.backend}, {'direct' if stats.direct_io else 'through the page cache'}",
-            stats.backend_reason,
+            stats.backend_reason or "io_uring is allowed here",
         ),
     ]
 

@@ -13,9 +13,9 @@ from torch import nn
 
 from infinity.demo.corpus import batches
 from infinity.demo.options import Options
-from infinity.engine import Engine
+from infinity.engine import InfinityEngine
 
-TORCH_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class Step(NamedTuple):
@@ -68,7 +68,7 @@ class PlainTorch:
 
 
 def train(
-    engine: Engine, text: torch.Tensor, options: Options, plain: PlainTorch | None
+    engine: InfinityEngine, text: torch.Tensor, options: Options, plain: PlainTorch | None
 ) -> Iterator[Step]:
     """Train step by step until the steps or the seconds are used up.
 
@@ -88,7 +88,7 @@ def train(
             return
 
 
-def _engine_step(engine: Engine, ids: torch.Tensor) -> Step:
+def _engine_step(engine: InfinityEngine, ids: torch.Tensor) -> Step:
     before = engine.stats()
     start = time.perf_counter()
     loss = engine(ids)
