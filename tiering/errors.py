@@ -46,3 +46,7 @@ class TransferTimeoutError(TransferError):
 
 class SpaceError(TransferError):
     """The drive has no room for what must be stored on it."""
+
+
+class TieringWarning(RuntimeWarning):
+    """Something works, but not as well as it could; names the reason and the remedy."""

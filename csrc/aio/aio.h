@@ -10,7 +10,9 @@
  * Contract of every function here:
  *   - returns 0 (or a non-negative value where stated) on success and -errno on failure;
  *   - never prints, never aborts, never touches Python;
- *   - may be called from any thread; only aio_wait and aio_close block;
+ *   - may be called from any thread; only aio_wait and aio_close wait for I/O (opening, closing and
+ *     syncing a file, adding a path and registering take what the kernel takes for them);
+ *   - fields named *_errno are positive errno numbers; returns and aio_result.error are negative;
  *   - the caller owns all memory. A request's buffer must stay mapped until the request is done or
  *     aio_close has returned;
  *   - in a forked child every call on the parent's engine returns -ECHILD, and aio_close is a no-op
@@ -40,103 +42,113 @@ enum aio_fault_action {
 /* One deliberate fault, counted over the block operations a path issues (retries included). */
 struct aio_fault_rule {
 	uint32_t action; /* enum aio_fault_action */
-	uint32_t op;	 /* bit mask: 1 << AIO_READ | 1 << AIO_WRITE */
-	uint64_t first;	 /* number of the first operation hit, from 1, among those `op` matches */
-	uint64_t every;	 /* then every so many; 0: that one only */
+	uint32_t op;     /* bit mask: 1 << AIO_READ | 1 << AIO_WRITE */
+	uint64_t first;  /* number of the first operation hit, from 1, among those `op` matches */
+	uint64_t every;  /* then every so many; 0: that one only */
 	uint64_t value;
 };
 
 /* Faults for tests; all zero means none. */
 struct aio_faults {
-	int32_t refuse_uring_errno;	 /* ring set-up fails with this errno */
-	int32_t refuse_register_errno;	 /* buffer registration fails with this errno */
-	int32_t refuse_direct_errno;	 /* opening with O_DIRECT fails with this errno */
-	uint32_t force_alignment_bytes;	 /* alignment reported for direct I/O */
-	uint64_t max_transfer_bytes;	 /* cap on one kernel transfer; 0: the built-in 1 GiB */
-	struct aio_fault_rule rules[8];	 /* the first rule that matches an operation acts */
+	int32_t refuse_uring_errno;     /* ring set-up fails with this errno */
+	int32_t refuse_register_errno;  /* buffer registration fails with this errno */
+	int32_t refuse_direct_errno;    /* opening with O_DIRECT fails with this errno */
+	uint32_t force_alignment_bytes; /* alignment reported for direct I/O */
+	uint64_t max_transfer_bytes;    /* cap on one kernel transfer; 0: the built-in 1 GiB */
+	struct aio_fault_rule rules[8]; /* the first rule that matches an operation acts */
 };
 
 struct aio_options {
 	uint64_t block_bytes; /* a request is split at multiples of this; a power of two >= 4096 */
 	uint32_t queue_depth; /* blocks in flight a path: 1..4096 */
 	uint32_t threads;     /* workers of the thread backend a path; 0: min(queue_depth, 16) */
-	uint32_t backend;     /* enum aio_backend; AUTO falls back, an explicit choice fails instead */
-	uint32_t max_files;   /* most files open at once a path (the registered table): 1..65536 */
+	uint32_t backend; /* enum aio_backend; AUTO falls back, an explicit choice fails instead */
+	uint32_t max_files; /* most files open at once a path (the registered table): 1..65536 */
 	struct aio_faults faults;
 };
 
 struct aio_request {
-	uint32_t op;	 /* enum aio_op */
-	uint32_t file;	 /* from aio_file_open */
-	void *buffer;	 /* aligned parts go direct, the rest through the page cache */
+	uint32_t op;   /* enum aio_op */
+	uint32_t file; /* from aio_file_open */
+	void *buffer;  /* aligned parts go direct, the rest through the page cache */
 	uint64_t bytes;
 	uint64_t offset;
-	uint64_t after;	 /* id of a request that must succeed first, or 0. One that is already done and
-			    forgotten counts as succeeded; if it fails, this one ends with -ECANCELED */
+	uint64_t after; /* id of a request that must succeed first, or 0. One that is already done
+	                   and forgotten counts as succeeded; if it fails, this one ends with
+	                   -ECANCELED */
 };
 
 struct aio_result {
-	int32_t error;	     /* 0 or -errno; -ENODATA: the file ended before the request did */
+	int32_t error;       /* 0 or -errno; -ENODATA: the file ended before the request did */
 	uint64_t done_bytes; /* how far the request got; valid while it is pending too */
 	uint64_t asked_bytes;
-	uint64_t error_offset; /* file offset of the block that failed */
+	uint64_t error_offset; /* file offset where it failed */
 };
 
 struct aio_file_info {
-	uint32_t direct;	      /* 1: O_DIRECT is in effect */
-	int32_t direct_errno;	      /* why not, when direct is 0 */
-	uint32_t memory_align_bytes;  /* what a buffer's address must be a multiple of to go direct */
-	uint32_t offset_align_bytes;  /* likewise for file offset and length */
+	uint32_t direct;      /* 1: O_DIRECT is in effect */
+	int32_t direct_errno; /* why not, when direct is 0 */
+	uint32_t
+	        memory_align_bytes; /* what a buffer's address must be a multiple of to go direct */
+	uint32_t offset_align_bytes; /* likewise for file offset and length; at least a page and a
+	                                file system block, so that direct and buffered parts
+	                                never share one; 1 when direct is 0 */
 };
 
 /* Counters of one path since aio_open; every field is a total unless it says otherwise. */
 struct aio_stats {
-	uint32_t backend;	   /* the one in use: AIO_BACKEND_URING or AIO_BACKEND_THREADS */
-	int32_t backend_errno;	   /* why io_uring is not in use, or 0 */
-	uint32_t fixed_files;	   /* 1: files are registered with the ring */
-	int32_t register_errno;	   /* why the memory is not registered, or 0 */
+	uint32_t backend;          /* the one in use: AIO_BACKEND_URING or AIO_BACKEND_THREADS */
+	int32_t backend_errno;     /* why io_uring is not in use, or 0 */
+	uint32_t fixed_files;      /* 1: files are registered with the ring */
+	int32_t register_errno;    /* why the memory is not registered, or 0 */
 	uint64_t registered_bytes; /* now */
 	uint64_t read_bytes;
 	uint64_t written_bytes;
 	uint64_t read_blocks;
 	uint64_t written_blocks;
 	uint64_t buffered_blocks; /* blocks that could not go direct */
-	uint64_t retries;	  /* EAGAIN and EINTR */
+	uint64_t retries;         /* EAGAIN and EINTR */
 	uint64_t short_transfers;
 	uint64_t pending_requests; /* now */
-	uint64_t busy_ns;	   /* time with at least one block in flight */
+	uint64_t busy_ns;          /* time with at least one block in flight */
 };
 
 /* Anonymous memory for paged bytes: as contiguous as the machine gives, touched once, and not
  * inherited by forked children. */
 struct aio_memory {
-	void *address;	     /* aligned to huge_bytes when it is not 0, else to a page */
-	uint64_t bytes;	     /* mapped; >= asked */
-	uint64_t huge_bytes; /* size of the huge page asked for, or 0 where the kernel has none */
+	void *address;       /* aligned to huge_bytes when it is not 0, else to a page */
+	uint64_t bytes;      /* mapped; >= asked */
+	uint64_t huge_bytes; /* size of the huge page asked for; 0 where the kernel has none or the
+	                        mapping is smaller than one */
+	int32_t owner;       /* process that mapped it; a forked child leaves it alone */
 };
 
 int aio_open(const struct aio_options *options, struct aio **out);
-/* Waits until nothing is in flight, at most timeout_us (< 0: for ever), then frees everything. Requests
- * still pending then end with -ECANCELED; -ETIME says that there were some. */
+/* Waits until nothing is pending, at most timeout_us (< 0: for ever), then frees everything.
+ * Requests still pending then end with -ECANCELED; -ETIME says that there were some. Operations
+ * that the kernel is still performing get another second to end, because they use the caller's
+ * memory. Threads in aio_wait leave it first; no call may begin once this one has. */
 int aio_close(struct aio *aio, int64_t timeout_us);
 
 /* Adds a path and starts its worker. Returns its number. */
 int aio_path_add(struct aio *aio);
 int aio_path_stats(struct aio *aio, uint32_t path, struct aio_stats *stats);
 
-/* Registers memory with every path's ring, in entries of at most 1 GiB. A refusal is not an error: the path
- * goes on unregistered and its statistics say why. At most one region at a time; bytes 0 unregisters. */
+/* Registers memory with every path's ring, in entries of at most 1 GiB. A refusal is not an error:
+ * the path goes on unregistered and its statistics say why. At most one region at a time; bytes 0
+ * unregisters. */
 int aio_register(struct aio *aio, void *address, uint64_t bytes);
 
-/* Opens an existing file on a path for reading and writing, direct where the file system allows. Returns its
- * number. Closing a file with requests pending on it is -EBUSY. */
+/* Opens an existing file on a path for reading and writing, direct where the file system allows.
+ * Returns its number. Closing a file with requests pending on it is -EBUSY. */
 int aio_file_open(struct aio *aio, uint32_t path, const char *name, struct aio_file_info *info);
 int aio_file_close(struct aio *aio, uint32_t file);
 /* fdatasync, on the calling thread. */
 int aio_file_sync(struct aio *aio, uint32_t file);
 
-/* Queues all the requests or none. ids[i] names requests[i]; ids are never used twice. A request may name an
- * earlier one of the same call in `after` only by a separate call. Zero bytes is a request that succeeds. */
+/* Queues all the requests or none. ids[i] names requests[i]; ids are never used twice. A request
+ * may name an earlier one of the same call in `after` only by a separate call. Zero bytes is a
+ * request that succeeds. */
 int aio_submit(struct aio *aio, const struct aio_request *requests, uint32_t count, uint64_t *ids);
 
 /* Waits for one request, at most timeout_us (0: just ask; < 0: for ever). 0: done, result filled;
