@@ -144,6 +144,15 @@ def test_setup_without_root_and_sudo_says_what_an_administrator_must_run(
     assert "apt-get ran" not in said
 
 
+def test_setup_asks_for_sudo_aloud(bare_machine: dict[str, str], tmp_path: Path) -> None:
+    sudo = Path(bare_machine["PATH"]) / "sudo"
+    sudo.write_text("#!/bin/sh\nexit 1\n")
+    sudo.chmod(0o755)
+    said = set_up(bare_machine, tmp_path)
+    assert "asking for sudo to run: apt-get install" in said
+    assert "failed" in said
+
+
 def test_setup_without_apt_says_what_is_missing(
     bare_machine: dict[str, str], tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ from infinity.demo.model import GPT
 from infinity.demo.options import Options, engine_config, parse
 from infinity.demo.train import TORCH_DTYPES, PlainTorch, train
 from infinity.engine import InfinityEngine
-from tiering.aio.engine import AioConfig, AioEngine
+from tiering.aio import AioConfig, AioEngine
 from tiering.errors import TieringError
 
 _PROBE_S = 1.0
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _folder(options):
             result = _run(options, console)
     except TieringError as error:
-        Console(stderr=True).print(f"error: {error}", style="red", markup=False)
+        Console(stderr=True).print(f"error: {error}", style="red", markup=False, soft_wrap=True)
         return 1
     if options.losses:
         for number, step in enumerate(result.steps, start=1):

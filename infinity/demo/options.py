@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.demo.model import GPTConfig
+from tiering.aio.config import BACKENDS, BackendName
 
 # Bytes of fp32 master weight and two moments, a parameter.
 _OPTIMIZER_BYTES = 12
 _WEIGHT_BYTES = {"bf16": 2, "fp32": 4}
 _SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-_SMOKE = {"layers": 2, "width": 64, "context": 32, "batch": 2, "steps": 4}
+# Many small blocks: a quarter of their states still holds a few of them at once.
+_SMOKE = {"layers": 12, "width": 64, "context": 32, "batch": 2, "steps": 4}
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Options:
     path: Path
     offload: str
     host_memory_bytes: int | None
-    backend: str
+    backend: BackendName
     dtype: str
     compute_dtype: str
     steps: int
@@ -188,7 +190,7 @@ def _add_memory(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--backend",
-        choices=("auto", "uring", "threads"),
+        choices=tuple(BACKENDS),
         default="auto",
         help="what moves the bytes; auto takes io_uring where it is allowed",
     )
