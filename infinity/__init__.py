@@ -1,0 +1,121 @@
+"""Train models larger than GPU and host memory, by paging weights and optimizer state between GPU, host and NVMe.
+
+    engine, optimizer, _, _ = infinity.initialize(model=model, config="ds_config.json")
+    for batch in data:
+        loss = engine(batch)
+        engine.backward(loss)
+        engine.step()
+
+The modules, in the order in which bytes pass through them: `config`, `scopes`, `partition`, `plan`, `parameters`, `unit`,
+`gradients`, `schedule`, `hooks`, `adam`, `optimizer`, `engine`; `comm` is the way to other ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from infinity.config import AdamParams, Config, Optimizer, load_config
+from infinity.engine import EngineStats, InfinityEngine
+from infinity.optimizer import PagedAdam
+from tiering.aio.engine import Faults
+from tiering.errors import ConfigError, EngineClosedError
+
+__all__ = [
+    "Config", "ConfigError", "EngineClosedError", "EngineStats", "InfinityEngine", "Initialized", "initialize", "load_config",
+]  # fmt: skip
+
+
+class Initialized(NamedTuple):
+    """What `initialize` returns, in DeepSpeed's order."""
+
+    engine: InfinityEngine
+    optimizer: PagedAdam
+    dataloader: None
+    lr_scheduler: Any
+
+
+def initialize(  # noqa: PLR0913 - the arguments people already pass
+    *,
+    model: nn.Module,
+    config: str | os.PathLike[str] | Mapping[str, object],
+    optimizer: torch.optim.Optimizer | None = None,
+    model_parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
+    lr_scheduler: Any = None,  # noqa: ANN401 - any scheduler; it is only handed back
+    faults: Faults | None = None,
+) -> Initialized:
+    """Page a model's weights and optimizer state as the configuration says.
+
+    Args:
+        model: on one device, with parameters of floating types. Its parameters stay its own objects with their names and
+            shapes; their type becomes the compute type.
+        config: a mapping or a JSON file with DeepSpeed's keys.
+        optimizer: a `torch.optim.Adam` or `AdamW` whose parameter groups are taken over, instead of the config's section.
+        model_parameters: parameters or groups to train, for the config's optimizer; all trainable ones if None.
+        lr_scheduler: handed back as it is; it should steer the returned optimizer.
+        faults: for tests: what goes wrong in the I/O below.
+
+    Returns:
+        engine, optimizer, None, lr_scheduler.
+
+    Raises:
+        ConfigError: the configuration, the model or the optimizer cannot work; nothing has been changed.
+        SpaceError: the drive cannot hold the state.
+    """
+    checked = load_config(config)
+    if optimizer is not None:
+        groups, defaults = _from_torch(optimizer)
+    else:
+        groups, defaults = _from_config(checked.optimizer or Optimizer(), model, model_parameters)
+    engine = InfinityEngine(model, checked, groups=groups, defaults=defaults, faults=faults)
+    return Initialized(engine, engine.optimizer, None, lr_scheduler)
+
+
+_Groups = tuple[list[dict[str, Any]], dict[str, Any]]
+
+
+def _from_torch(optimizer: torch.optim.Optimizer) -> _Groups:
+    """The groups of a user's torch optimizer."""
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        raise ConfigError(
+            f"the optimizer must be torch.optim.Adam or AdamW, got {type(optimizer).__name__}; its state is paged, "
+            "which other optimizers are not ready for yet"
+        )
+    if optimizer.state:
+        raise ConfigError("the optimizer has taken steps already; give it before its first step")
+    decoupled = type(optimizer) is torch.optim.AdamW
+    kept = ("params", "lr", "betas", "eps", "weight_decay")
+    groups = []
+    for group in optimizer.param_groups:
+        for switch in ("amsgrad", "maximize"):
+            if group.get(switch):
+                raise ConfigError(f"the optimizer has {switch}=True, which is not supported")
+        extra = {k: v for k, v in group.items() if k not in optimizer.defaults}
+        own = {"decoupled": decoupled, "fused": bool(group.get("fused"))}
+        groups.append({**extra, **{k: group[k] for k in kept}, **own})
+    return groups, {"lr": 1e-3}
+
+
+def _from_config(
+    section: Optimizer, model: nn.Module, parameters: Iterable[Any] | None
+) -> _Groups:
+    """Groups by the config's section."""
+    params: AdamParams = section.params
+    decoupled = section.type == "AdamW" if params.adam_w_mode is None else params.adam_w_mode
+    decay = params.weight_decay
+    defaults = {
+        "lr": params.lr,
+        "betas": params.betas,
+        "eps": params.eps,
+        "weight_decay": (0.01 if decoupled else 0.0) if decay is None else decay,
+        "decoupled": decoupled,
+        "fused": params.fused,
+    }
+    chosen = list(model.parameters() if parameters is None else parameters)
+    if chosen and isinstance(chosen[0], dict):
+        return [dict(group) for group in chosen], defaults
+    return [{"params": [p for p in chosen if p.requires_grad]}], defaults

@@ -1,0 +1,318 @@
+"""The configuration: DeepSpeed-style JSON in, frozen typed models out, once, at the edge.
+
+Sections and keys have DeepSpeed's names; the package's own keys are in the section ``tiering``. Every key that is not a
+field below is refused, with the nearest one named, so that a misspelt key never passes for a setting. All problems
+of a file are reported together.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Literal, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from tiering.errors import ConfigError
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def _whole(value: object) -> object:
+    """Counts may be written as floats such as 1e9."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _bytes(value: object) -> object:
+    """Sizes may be written as "8GiB"."""
+    if not isinstance(value, str) or value == "auto":
+        return _whole(value)
+    number = value.rstrip("BKMGTIbkmgti")
+    unit = _UNITS.get(value[len(number) :].upper() or "B")
+    try:
+        return int(float(number) * (unit or 1)) if unit else value
+    except ValueError:
+        return value
+
+
+Auto = Literal["auto"]
+Count = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
+Positive = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
+Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=1)]
+OffloadDevice = Literal["none", "cpu", "nvme"]
+
+
+class _Section(BaseModel):
+    """What all sections share: frozen, nothing unknown, values of the stated types only."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class OffloadParam(_Section):
+    """``zero_optimization.offload_param``: where the 16-bit (or fp32) weights live."""
+
+    device: OffloadDevice = "none"
+    """none: next to the compute; cpu: in the host arena; nvme: on the drive."""
+    nvme_path: str | None = None
+    """Folder on the drive; needed with nvme."""
+    pin_memory: bool = False
+    """No effect: the arena is pinned where the machine allows it."""
+    buffer_count: Positive | Auto = "auto"
+    """No effect: the arena is cut to the records' exact sizes."""
+    buffer_size: Positive | Auto = "auto"
+    """No effect, for the same reason; a parameter may be larger."""
+    max_in_cpu: Count | Auto = "auto"
+    """No effect: weights stay in the arena as long as `tiering.host_memory` has room for them."""
+
+
+class OffloadOptimizer(_Section):
+    """``zero_optimization.offload_optimizer``: where fp32 weights and Adam's moments live."""
+
+    device: OffloadDevice = "none"
+    """none: next to the compute; cpu: in the host arena; nvme: on the drive."""
+    nvme_path: str | None = None
+    """Folder on the drive; needed with nvme."""
+    pin_memory: bool = False
+    """No effect: the arena is pinned where the machine allows it."""
+    buffer_count: Positive | Auto = "auto"
+    """No effect: the arena is cut to the records' exact sizes."""
+    fast_init: bool = False
+    """No effect: the state is always written tile by tile."""
+    pipeline_read: bool = False
+    """No effect: reads run ahead always."""
+    pipeline_write: bool = False
+    """No effect: writes run behind always."""
+
+
+class ZeroOptimization(_Section):
+    """``zero_optimization``."""
+
+    stage: Literal[3] = 3
+    """Parameters, gradients and optimizer state are all partitioned and paged."""
+    offload_param: OffloadParam = OffloadParam()
+    offload_optimizer: OffloadOptimizer = OffloadOptimizer()
+    sub_group_size: Positive | Auto = "auto"
+    """Most elements of one optimizer tile."""
+    contiguous_gradients: bool = True
+    """No effect: gradients are always contiguous."""
+    overlap_comm: bool | None = None
+    """No effect with one rank."""
+    reduce_bucket_size: Positive | Auto = "auto"
+    """No effect: gradients are reduced unit by unit."""
+    stage3_prefetch_bucket_size: Count | Auto = "auto"
+    """No effect: prefetch goes as far ahead as the arena has room."""
+    stage3_param_persistence_threshold: Count | Auto = "auto"
+    """No effect: small parameters travel with their unit and cost no transfer of their own."""
+    stage3_max_live_parameters: Positive | Auto = "auto"
+    """No effect: a unit is live while it is used."""
+    stage3_max_reuse_distance: Count | Auto = "auto"
+    """No effect: what is used farthest in the future goes first."""
+
+
+class Bf16(_Section):
+    """``bf16``."""
+
+    enabled: bool = False
+    """Weights are stored as bf16, gradients rounded to bf16, the update done on fp32 master weights."""
+
+
+class Fp16(_Section):
+    """``fp16``: accepted only switched off."""
+
+    enabled: Literal[False] = False
+    """Loss scaling is not there yet; use bf16."""
+
+
+class AdamParams(_Section):
+    """``optimizer.params`` of Adam and AdamW; torch's defaults."""
+
+    lr: Annotated[float, Field(ge=0)] = 1e-3
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    eps: Annotated[float, Field(ge=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """None: torch's default of the type, 0.01 for AdamW and 0 for Adam."""
+    fused: bool = False
+    """True: torch's fused kernel, which is faster and differs from the default one in the last bit."""
+    torch_adam: bool = False
+    """No effect: the update is torch's own kernel."""
+    adam_w_mode: bool | None = None
+    """Overrides the type: True is AdamW, False is Adam."""
+
+
+class Optimizer(_Section):
+    """``optimizer``."""
+
+    type: Literal["Adam", "AdamW"] = "AdamW"
+    params: AdamParams = AdamParams()
+
+
+class Aio(_Section):
+    """``aio``: how the drive is driven."""
+
+    block_size: Annotated[int, BeforeValidator(_whole), Field(ge=4096)] = 2**20
+    """Bytes of one transfer; a power of two."""
+    queue_depth: Annotated[int, BeforeValidator(_whole), Field(ge=1, le=4096)] = 32
+    """Transfers in flight."""
+    thread_count: Positive = 1
+    """No effect: one worker keeps a drive's queue full."""
+    intra_op_parallelism: Positive = 1
+    """No effect, for the same reason."""
+    single_submit: bool = False
+    """No effect: as many transfers go in one system call as are ready."""
+    overlap_events: bool = True
+    """No effect: submission and completion always overlap."""
+
+    @model_validator(mode="after")
+    def _block_is_power_of_two(self) -> Aio:
+        if self.block_size & (self.block_size - 1):
+            raise ValueError(f"block_size must be a power of two, got {self.block_size}")
+        return self
+
+
+class Tiering(_Section):
+    """``tiering``: this package's own settings."""
+
+    host_memory: Bytes | Auto = "auto"
+    """Bytes of the one host arena, or text such as "8GiB". auto: gradients and working buffers for NVMe, everything for cpu."""
+    compute_dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Type the model computes in. auto: the storage type where the device has fast matrix units for it, else fp32."""
+    aio_backend: Literal["auto", "uring", "threads"] = "auto"
+    """auto falls back to threads where io_uring is not to be had; a named one is an error then."""
+    max_unit_numel: Positive = 2**28
+    """A list element larger than this is split into units at its children."""
+
+
+class Config(_Section):
+    """The whole file."""
+
+    train_batch_size: Positive | Auto = "auto"
+    train_micro_batch_size_per_gpu: Positive | Auto = "auto"
+    gradient_accumulation_steps: Positive | Auto = "auto"
+    gradient_clipping: Annotated[float, Field(ge=0)] | Auto = 0.0
+    """Largest global gradient norm; 0: no clipping."""
+    steps_per_print: Positive | Auto = 10
+    """No effect yet."""
+    wall_clock_breakdown: bool = False
+    """No effect: `engine.stats()` always has it."""
+    zero_allow_untested_optimizer: bool = True
+    """No effect: torch's Adam and AdamW are taken, others refused."""
+    bf16: Bf16 = Bf16()
+    fp16: Fp16 = Fp16()
+    optimizer: Optimizer | None = None
+    zero_optimization: ZeroOptimization = ZeroOptimization()
+    aio: Aio = Aio()
+    tiering: Tiering = Tiering()
+
+    @model_validator(mode="after")
+    def _nvme_has_a_path(self) -> Config:
+        zero = self.zero_optimization
+        sections = {"offload_param": zero.offload_param, "offload_optimizer": zero.offload_optimizer}
+        paths = {name: s.nvme_path for name, s in sections.items() if s.nvme_path}
+        missing = [n for n, s in sections.items() if s.device == "nvme" and not s.nvme_path]
+        if missing:
+            hint = next((f" (its sibling has {p!r})" for p in paths.values()), "")
+            keys = " and ".join(f"zero_optimization.{n}.nvme_path" for n in missing)
+            raise ValueError(f"device is nvme, so {keys} must name a folder on the drive{hint}")
+        return self
+
+    def batch(self, *, world_size: int) -> Batch:
+        """Batch sizes with the open ones worked out.
+
+        Raises:
+            ConfigError: train_batch_size is not micro-batch x accumulation x ranks.
+        """
+        return _batch(self, world_size)
+
+
+class Batch(BaseModel):
+    """How a step's samples are divided."""
+
+    micro: int | None
+    """Samples a forward on one rank; None when the config leaves it open."""
+    accumulation: int
+    """Forward and backward passes a step."""
+
+
+def _batch(config: Config, ranks: int) -> Batch:
+    train, micro, steps = (
+        None if value == "auto" else value
+        for value in (
+            config.train_batch_size,
+            config.train_micro_batch_size_per_gpu,
+            config.gradient_accumulation_steps,
+        )
+    )
+    if train is None:
+        return Batch(micro=micro, accumulation=steps or 1)
+    if micro is None:
+        steps = steps or 1
+        micro = train // (steps * ranks)
+    elif steps is None:
+        steps = max(1, train // (micro * ranks))
+    if train != micro * steps * ranks:
+        raise ConfigError(
+            f"train_batch_size {train} is not train_micro_batch_size_per_gpu {micro} x "
+            f"gradient_accumulation_steps {steps} x {ranks} ranks = {micro * steps * ranks}"
+        )
+    return Batch(micro=micro, accumulation=steps)
+
+
+def load_config(source: str | os.PathLike[str] | Mapping[str, object]) -> Config:
+    """Read and check a configuration.
+
+    Args:
+        source: a mapping, or the path of a JSON file.
+
+    Raises:
+        ConfigError: the file cannot be read, or has problems; all of them are listed.
+    """
+    try:
+        return Config.model_validate(_mapping(source))
+    except ValidationError as error:
+        problems = "\n".join(f"  - {line}" for line in _problems(error))
+        raise ConfigError(f"the configuration has {error.error_count()} problem(s):\n{problems}") from None
+
+
+def _mapping(source: str | os.PathLike[str] | Mapping[str, object]) -> dict[str, object]:
+    if isinstance(source, Mapping):
+        return dict(source)
+    try:
+        loaded = json.loads(Path(source).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise ConfigError(f"the configuration file {os.fspath(source)!r} cannot be read: {error}") from error
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"the configuration file {os.fspath(source)!r} must hold a JSON object")
+    return loaded
+
+
+def _problems(error: ValidationError) -> Iterator[str]:
+    for problem in error.errors():
+        place = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            yield f"{place}: unknown key{_nearest(place)}"
+        elif place:
+            yield f"{place}: {problem['msg']}, got {problem['input']!r}"
+        else:
+            yield problem["msg"].removeprefix("Value error, ")
+
+
+def _nearest(place: str) -> str:
+    known = dict(_keys(Config, ""))
+    close = difflib.get_close_matches(place, known, n=1, cutoff=0.6)
+    leaf = difflib.get_close_matches(
+        place.rsplit(".", 1)[-1], {k.rsplit(".", 1)[-1]: None for k in known}, n=1, cutoff=0.6
+    )
+    match = close or [k for k in known if leaf and k.rsplit(".", 1)[-1] == leaf[0]]
+    return f"; did you mean {match[0]!r}?" if match else "; it is not supported (yet)"
+
+
+def _keys(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, None]]:
+    """Every key of the format, dotted."""
+    for name, field in model.model_fields.items():
+        yield prefix + name, None
+        for option in (field.annotation, *get_args(field.annotation)):
+            if isinstance(option, type) and issubclass(option, BaseModel):
+                yield from _keys(option, f"{prefix}{name}.")

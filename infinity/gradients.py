@@ -1,0 +1,100 @@
+"""Gradients: from the parameters to the unit's gradient record, as they are produced.
+
+Note: the trip of a gradient
+----------------------------
+Autograd finishes a parameter's gradient; `UnitGradients.deposit` rounds it into its place in the unit's buffer and lets the original
+go. When the unit's backward is over, `close` averages over ranks (`reduce_scatter`) and the own part is the record, in host
+memory (or on the drive, when its budget cannot hold all). With one rank the buffer *is* the record. More
+micro-batches add to what is there. Parameters that got no gradient stay marked as such, and the update skips them, as torch does.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from infinity.comm import Communicator
+from infinity.unit import Unit
+from tiering.prefetch import Prefetcher
+from tiering.store import Lease, TieredStore
+from tiering.trace import Access
+
+
+class UnitGradients:
+    """The gradients of one unit in one training cycle (all micro-batches of a step).
+
+    Args:
+        unit: whose.
+        pager: leases the record.
+        store: forgets it after the update.
+    """
+
+    def __init__(self, unit: Unit, pager: Prefetcher, store: TieredStore, comm: Communicator) -> None:
+        self.unit = unit
+        self.arrived: set[int] = set()
+        """Parameters that got a gradient in this cycle, by index."""
+        self._pending = len(unit.parameters)
+        self._pager = pager
+        self._store = store
+        self._comm = comm
+        self._lease: Lease | None = None
+        self._whole: torch.Tensor | None = None
+
+    def deposit(self, index: int, gradient: torch.Tensor) -> None:
+        """Add one parameter's gradient.
+
+        Args:
+            index: which parameter of the unit.
+            gradient: its shape, any floating type and layout.
+        """
+        whole = self._open()
+        place = self.unit.layout.parameters[index]
+        target = whole[place.start : place.stop].view(gradient.shape)
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+        if index in self.arrived:
+            target.add_(gradient)
+        else:
+            target.copy_(gradient)
+        self.arrived.add(index)
+        self._pending -= 1
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every parameter has got a gradient in this backward pass."""
+        return self._pending <= 0
+
+    def close(self) -> None:
+        """The unit's backward is over: reduce, and let the record go. Nothing to do if nothing came."""
+        self._pending = len(self.unit.parameters)
+        if self._lease is None or self._whole is None:
+            return
+        record = self._lease["gradient"]
+        if self._whole is not record:
+            shard = torch.empty_like(record, device=self._whole.device)
+            record.add_(self._comm.reduce_scatter(self._whole, shard))
+        self._lease.release()
+        self._lease = self._whole = None
+
+    def lease(self) -> Lease:
+        """The record, to be read by the update; its tensor ``gradient`` has shape (shard numel,)."""
+        return self._pager.lease(self.unit.records.gradient.key, Access.READ)
+
+    def discard(self) -> None:
+        """Forget everything that came in this cycle."""
+        self.close()
+        if self.arrived:
+            self._store.discard(self.unit.records.gradient.key)
+        self.arrived.clear()
+
+    def _open(self) -> torch.Tensor:
+        if self._whole is not None:
+            return self._whole
+        fresh = not self.arrived
+        access = Access.OVERWRITE if fresh else Access.UPDATE
+        self._lease = self._pager.lease(self.unit.records.gradient.key, access)
+        record = self._lease["gradient"]
+        if fresh:
+            record.zero_()
+        self._whole = record
+        if self._comm.size > 1:
+            self._whole = record.new_zeros(self.unit.layout.numel)
+        return self._whole

@@ -1,0 +1,128 @@
+"""Attaches the schedule to a model's modules and to autograd.
+
+Note: what autograd saves
+-------------------------
+A forward saves views of weights (``weight.t()``) for backward. Held as tensors they would keep the unit's memory between
+forward and backward, which is what paging is there to avoid. So while the model runs, a saved tensor that lies in a
+unit's flat buffer is packed as its place (unit, offset, sizes, strides), and unpacked as a view of wherever the unit is then.
+The weights must be the same then; if they were changed in between, that is the same error as in torch.
+
+What would break it: a saved tensor of memory that merely used to be a unit's. Packing asks for the storage's address
+among the units present now, and a slot is not reused while an old view of it lives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
+
+from infinity.schedule import Schedule
+from infinity.unit import Unit
+
+
+class SavedView(NamedTuple):
+    """Where in a unit a saved tensor lies, and in which version of the weights."""
+
+    unit: Unit
+    version: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Hooks:
+    """The hooks of one engine; `remove` takes them all away.
+
+    Args:
+        schedule: what they call.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._handles: list[Any] = []
+
+    def attach(self, module: nn.Module, units: Sequence[Unit]) -> None:
+        """Have the units present in the module's forward and backward."""
+
+        def before(_module: nn.Module, _args: Any) -> None:  # noqa: ANN401
+            self._schedule.enter(units)
+
+        def after(_module: nn.Module, _args: Any, output: Any) -> None:  # noqa: ANN401
+            self._schedule.leave(units)
+            outputs = [t for t in tensors_in(output) if t.requires_grad]
+            if outputs and torch.is_grad_enabled():
+                register_multi_grad_hook(
+                    outputs, lambda _grad: self._schedule.enter_backward(units), mode="any"
+                )
+
+        self._handles.append(module.register_forward_pre_hook(before, prepend=True))
+        self._handles.append(module.register_forward_hook(after, always_call=True))
+
+    def watch(self, parameter: nn.Parameter) -> None:
+        """Take the parameter's gradient as soon as autograd has finished it."""
+        self._handles.append(
+            parameter.register_post_accumulate_grad_hook(self._schedule.gradient_arrived)
+        )
+
+    def copy_on_state_dict(self, module: nn.Module) -> None:
+        """Have ``state_dict()`` return ordinary copies of the module's own parameters, unit after unit."""
+
+        def after(owner: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:  # noqa: ANN401
+            for name, _ in owner.named_parameters(recurse=False):
+                tensor = state.get(prefix + name)
+                if tensor is not None and not isinstance(tensor, nn.Parameter):
+                    state[prefix + name] = tensor.clone()
+
+        self._handles.append(module.register_state_dict_post_hook(after))
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """While in force, saved views of units are packed as places."""
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def remove(self) -> None:
+        """Detach everything."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _pack(self, tensor: torch.Tensor) -> SavedView | torch.Tensor:
+        if tensor.layout is not torch.strided:
+            return tensor
+        unit = self._schedule.unit_at(tensor.untyped_storage().data_ptr())
+        if unit is None or tensor.dtype != unit.compute_dtype:
+            return tensor
+        return SavedView(
+            unit, unit.version, tensor.size(), tensor.stride(), tensor.storage_offset()
+        )
+
+    def _unpack(self, saved: SavedView | torch.Tensor) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        if saved.version != saved.unit.version:
+            raise RuntimeError(
+                "a weight needed for gradient computation was changed after the forward "
+                f"(unit of {saved.unit.names[0]!r}): run backward before step(), or forward again"
+            )
+        flat = self._schedule.require(saved.unit)
+        return flat.as_strided(saved.size, saved.stride, saved.offset)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:  # noqa: ANN401
+    """Every tensor in nested tuples, lists, mappings and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))

@@ -1,0 +1,191 @@
+"""The update: tile by tile through the arena, reads ahead and writes behind.
+
+Note: the trip of a tile
+------------------------
+Its ``read`` was started earlier, by the trace. `_update_tile` widens the gradient, makes one Adam ``step`` in place in the arena,
+and ``publish``es the new weights into the unit's new shard (rounded to the storage type). The tile's ``write`` starts at
+once and runs behind the next tile's step; the shard's when its last tile is done. Units go last to first, so the shards
+that the next forward needs first were written last and are still in the arena.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import nn
+
+from infinity.adam import AdamSettings, AdamState, adam_step
+from infinity.gradients import UnitGradients
+from infinity.partition import Extent
+from tiering.prefetch import Prefetcher
+from tiering.store import Lease, TieredStore
+from tiering.trace import Access
+
+
+class Run(NamedTuple):
+    """Neighbouring elements of a tile that are updated alike."""
+
+    extent: Extent
+    step: int
+    settings: AdamSettings
+
+
+class PagedAdam(torch.optim.Optimizer):
+    """Adam or AdamW on paged state. ``param_groups`` steer it as they do torch's own.
+
+    Args:
+        groups: as torch's optimizers take them; the parameters are the model's.
+        defaults: values for what a group leaves out: lr, betas, eps, weight_decay, decoupled, fused.
+        gradients: one a trained unit, in the order of the model.
+        pager: leases records and fetches ahead.
+        store: writes behind.
+        max_norm: largest global gradient norm; 0 for no clipping.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        groups: Sequence[dict[str, Any]],
+        defaults: dict[str, Any],
+        *,
+        gradients: Sequence[UnitGradients],
+        pager: Prefetcher,
+        store: TieredStore,
+        max_norm: float,
+    ) -> None:
+        super().__init__([dict(group) for group in groups], defaults)
+        self.global_grad_norm: float | None = None
+        """Norm of the last step's gradients before clipping; None without clipping."""
+        self._gradients = tuple(gradients)
+        self._pager = pager
+        self._store = store
+        self._max_norm = max_norm
+        self._steps: dict[nn.Parameter, int] = {}
+        self._scratch: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update every parameter that got a gradient in this cycle.
+
+        Raises:
+            ValueError: a closure was given; the forward belongs to the engine.
+        """
+        if closure is not None:
+            raise ValueError("a closure is not supported; call engine(...), engine.backward(...), engine.step()")
+        active = [g for g in reversed(self._gradients) if g.arrived]
+        self._pager.advance()
+        scale = self._clip_scale(active)
+        settings = self._settings()
+        for gradients in active:
+            self._update(gradients, settings, scale)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
+        """Forget the gradients of this cycle."""
+        del set_to_none
+        for gradients in self._gradients:
+            gradients.discard()
+
+    def state_dict(self) -> NoReturn:
+        """Refuse: the state is paged."""
+        raise NotImplementedError("the optimizer's state is paged out and cannot be returned as one dictionary")
+
+    def load_state_dict(self, state_dict: Any) -> NoReturn:  # noqa: ANN401
+        """Refuse, for the same reason."""
+        del state_dict
+        self.state_dict()
+
+    # -- before the tiles
+
+    def _clip_scale(self, active: Sequence[UnitGradients]) -> float:
+        """What gradients are multiplied by. Source: torch.nn.utils.clip_grad_norm_."""
+        if not self._max_norm:
+            return 1.0
+        squares = []
+        for gradients in active:
+            with gradients.lease() as lease:
+                norm = torch.linalg.vector_norm(lease["gradient"], dtype=torch.float32)
+            squares.append(float(norm) ** 2)
+            self._pager.advance()
+        self.global_grad_norm = math.sqrt(math.fsum(squares))
+        return min(1.0, self._max_norm / (self.global_grad_norm + 1e-6))
+
+    def _settings(self) -> dict[nn.Parameter, AdamSettings]:
+        settings = {}
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            adam = AdamSettings(
+                float(group["lr"]), float(beta1), float(beta2), float(group["eps"]),
+                float(group["weight_decay"]), bool(group["decoupled"]), bool(group["fused"]),
+            )  # fmt: skip
+            settings.update(dict.fromkeys(group["params"], adam))
+        return settings
+
+    # -- unit by unit, tile by tile
+
+    def _update(
+        self, gradients: UnitGradients, settings: dict[nn.Parameter, AdamSettings], scale: float
+    ) -> None:
+        unit = gradients.unit
+        for index in gradients.arrived:
+            parameter = unit.parameters[index]
+            self._steps[parameter] = self._steps.get(parameter, 0) + 1
+        records = unit.records
+        with (
+            gradients.lease() as gradient,
+            self._pager.lease(records.shard.key, Access.OVERWRITE) as shard,
+        ):
+            for spec, extent in zip(records.tiles, records.extents, strict=True):
+                runs = list(self._runs(gradients, extent, settings))
+                own = slice(*extent.relative_to(records.own.start))
+                with self._pager.lease(spec.key, Access.UPDATE) as tile:
+                    self._update_tile(tile, runs, gradient["gradient"][own], extent.start, scale)
+                    shard["shard"][own].copy_(tile["master"])
+                self._store.write_back(spec.key)
+                self._pager.advance()
+        self._store.write_back(records.shard.key)
+        unit.version += 1
+        gradients.discard()
+
+    def _runs(
+        self, gradients: UnitGradients, tile: Extent, settings: dict[nn.Parameter, AdamSettings]
+    ) -> Iterator[Run]:
+        """The tile's updated elements, neighbours with equal step and settings as one."""
+        unit, current = gradients.unit, None
+        for index, parameter in enumerate(unit.parameters):
+            extent = unit.layout.padded(index).intersect(tile)
+            if not extent.numel or index not in gradients.arrived or parameter not in settings:
+                continue
+            run = Run(extent, self._steps[parameter], settings[parameter])
+            if current and current[1:] == run[1:] and current.extent.stop == extent.start:
+                current = Run(Extent(current.extent.start, extent.stop), *run[1:])
+            else:
+                if current:
+                    yield current
+                current = run
+        if current:
+            yield current
+
+    def _update_tile(
+        self, tile: Lease, runs: Sequence[Run], gradient: torch.Tensor, origin: int, scale: float
+    ) -> None:
+        state = AdamState(tile["master"], tile["exp_avg"], tile["exp_avg_sq"])
+        wide = self._widened(gradient, state.master.device)
+        if scale != 1.0:
+            wide.mul_(scale)
+        for run in runs:
+            part = slice(*run.extent.relative_to(origin))
+            adam_step(
+                AdamState(*(tensor[part] for tensor in state)),
+                wide[part],
+                step=run.step,
+                settings=run.settings,
+            )
+
+    def _widened(self, gradient: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """The gradient in fp32, in memory of our own that serves every tile."""
+        numel = gradient.numel()
+        if self._scratch is None or self._scratch.numel() < numel or self._scratch.device != device:
+            self._scratch = torch.empty(numel, dtype=torch.float32, device=device)
+        return self._scratch[:numel].copy_(gradient)

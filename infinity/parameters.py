@@ -1,0 +1,188 @@
+"""Parameters that stay the user's while their memory is elsewhere.
+
+Note: a released parameter
+--------------------------
+On release a parameter keeps its identity, name, shape and type. Its data becomes one element (NaN, so that nothing can
+compute with it unnoticed) seen at the true shape with strides of zero, and its class becomes a `ReleasedParameter`. That class
+answers questions about shape and type as if the parameter were there; any other use first fetches the unit, which
+gives the parameter its memory and its plain class back, and then goes on. A present parameter is a plain
+`nn.Parameter` and costs nothing.
+
+What would break it: memory given to something else while a tensor still looks at it. Slots are reused only when the last tensor
+over them is gone, so an alias taken by ``p.detach()`` or ``p.data`` stays what it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+
+class Pager(Protocol):
+    """Whoever can bring released parameters back."""
+
+    def fetch(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Make these parameters present."""
+        ...
+
+    def expose(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Their memory is about to be handed out in a way that hides later changes from autograd."""
+        ...
+
+
+def _getters(*names: str) -> Iterator[Callable[..., Any]]:
+    """The functions behind attribute access, of those attributes that this torch has."""
+    for name in names:
+        if hasattr(torch.Tensor, name):
+            yield getattr(torch.Tensor, name).__get__
+
+
+def _methods(*names: str) -> Iterator[Callable[..., Any]]:
+    """Methods by name, of those that this torch has."""
+    for name in names:
+        if hasattr(torch.Tensor, name):
+            yield getattr(torch.Tensor, name)
+
+
+# What can be answered without the data: the stub has the true shape, type and autograd state.
+_METADATA: frozenset[Callable[..., Any]] = frozenset(
+    [
+        *_getters(
+            "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad", "grad_fn", "is_cpu",
+            "is_cuda", "is_meta", "is_sparse", "is_quantized", "is_nested", "itemsize", "nbytes", "names", "name",
+            "output_nr", "retains_grad", "_version", "_base", "_grad", "_grad_fn", "_backward_hooks",
+            "_post_accumulate_grad_hooks",
+        ),
+        *_methods(
+            "size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex",
+            "is_signed", "is_inference", "get_device", "register_hook", "register_post_accumulate_grad_hook",
+            "requires_grad_", "retain_grad", "_is_view", "__len__", "__hash__",
+        ),
+        torch.Tensor.requires_grad.__set__,
+        torch.Tensor.grad.__set__,
+        torch.Tensor.grad.__delete__,
+        torch.Tensor._backward_hooks.__set__,  # noqa: SLF001
+        torch.Tensor._post_accumulate_grad_hooks.__set__,  # noqa: SLF001
+        torch.numel,
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.is_tensor,
+        torch.is_inference,
+    ]
+)  # fmt: skip
+
+# What hands out memory that can be changed without autograd's version counter noticing.
+_EXPOSING: frozenset[Callable[..., Any]] = frozenset(
+    [
+        *_getters("data"),
+        *_methods("numpy", "untyped_storage", "storage", "data_ptr", "__array__", "__dlpack__"),
+    ]
+)
+
+
+def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _stride(parameter: torch.Tensor, dim: int | None = None) -> int | tuple[int, ...]:
+    strides = _contiguous_stride(parameter.shape)
+    return strides if dim is None else strides[dim]
+
+
+# The stub would answer these wrongly: a present parameter is contiguous.
+_LAYOUT: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.Tensor.stride: _stride,
+    torch.Tensor.is_contiguous: lambda _p, **_kwargs: True,
+    torch.Tensor.storage_offset: lambda _p: 0,
+}
+
+
+class ReleasedParameter(nn.Parameter):
+    """A parameter whose memory is elsewhere. Engines use subclasses made by `released_class`."""
+
+    pager: Pager
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - whatever the function returns
+        """Answer from the metadata, or bring the data back and go on."""
+        del types
+        kwargs = kwargs or {}
+        if func in _LAYOUT:
+            return _LAYOUT[func](*args, **kwargs)
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func is torch.Tensor.__reduce_ex__:
+            _refuse_copy()
+        released = list(cls._released(args, kwargs))
+        cls.pager.fetch(released)
+        if func in _EXPOSING:
+            cls.pager.expose(released)
+        return func(*args, **kwargs)
+
+    @classmethod
+    def _released(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[nn.Parameter]:
+        return (leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is cls)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:  # type: ignore[override]
+        """Refuse: a copy would gather the whole model."""
+        _refuse_copy()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:  # noqa: ANN401 # type: ignore[override]
+        """Refuse, for the same reason."""
+        _refuse_copy()
+
+
+def _refuse_copy() -> NoReturn:
+    raise RuntimeError(
+        "the model's parameters are paged out, so it cannot be copied or pickled as a whole; "
+        "use engine.module.state_dict() for its weights, or copy the model before infinity.initialize()"
+    )
+
+
+def released_class(pager: Pager) -> type[ReleasedParameter]:
+    """The class that one engine's released parameters have."""
+    return type("ReleasedParameter", (ReleasedParameter,), {"pager": pager})
+
+
+class Stubs:
+    """Turns parameters into released ones and back.
+
+    Args:
+        pager: who fetches them when they are used.
+        device: where they appear to be.
+    """
+
+    def __init__(self, pager: Pager, device: torch.device) -> None:
+        self._class = released_class(pager)
+        self._device = device
+        self._cells: dict[torch.dtype, torch.Tensor] = {}
+
+    def release(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+        """Take the parameter's memory away."""
+        cell = self._cells.get(dtype)
+        if cell is None:
+            cell = torch.full((1,), torch.nan, dtype=torch.float32, device=self._device).to(dtype)
+            self._cells[dtype] = cell
+        parameter.data = cell.as_strided(parameter.shape, (0,) * parameter.ndim)
+        parameter.__class__ = self._class
+
+    @staticmethod
+    def restore(parameter: nn.Parameter, view: torch.Tensor) -> None:
+        """Give the parameter this memory, of its shape."""
+        parameter.__class__ = nn.Parameter
+        parameter.data = view

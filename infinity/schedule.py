@@ -1,0 +1,168 @@
+"""What happens to units at module boundaries: gather before use, release after, fetch ahead meanwhile.
+
+Note: when a unit is released
+-----------------------------
+In forward, when the scope that needed it is left, unless the trace expects it next. In backward, when all its gradients have
+arrived; if that never happens (frozen or unused parameters, a tied weight used elsewhere) when backward enters another
+scope, and at the latest when backward ends. A unit fetched by an access from outside its scope goes when another one
+is fetched so, at the next boundary of a pass, or under pressure for room. Releasing early is never wrong: whoever needs the
+unit again fetches it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from infinity.gradients import UnitGradients
+from infinity.unit import Unit, UnitState
+from tiering.prefetch import Prefetcher
+
+Units = Sequence[Unit]
+
+
+class Schedule:
+    """Decides for all units of one engine; implements the parameters' `Pager`.
+
+    Args:
+        pager: leases records and fetches ahead.
+    """
+
+    def __init__(self, pager: Prefetcher) -> None:
+        self._pager = pager
+        self._units: list[Unit] = []
+        self._gradients: Mapping[Unit, UnitGradients] = {}
+        self._owner: dict[nn.Parameter, tuple[Unit, int]] = {}
+        self._active: Counter[Unit] = Counter()
+        self._in_backward = False
+        self._storages: dict[int, Unit] = {}
+
+    def adopt_units(self, units: Iterable[Unit], gradients: Mapping[Unit, UnitGradients]) -> None:
+        """Take charge of these units."""
+        self._units = list(units)
+        self._gradients = gradients
+        self._owner = {p: (u, i) for u in self._units for i, p in enumerate(u.parameters)}
+
+    # -- passes
+
+    def begin_pass(self, kind: str) -> None:
+        """A forward starts; what an interrupted one left behind is cleaned up."""
+        self._in_backward = False
+        self._active.clear()
+        self.release_all()
+        self._pager.begin(kind)
+        self._pager.advance()
+
+    def release_all(self) -> None:
+        """Release every unit that no scope is using."""
+        for unit in self._units:
+            self._release_idle(unit)
+
+    # -- forward
+
+    def enter(self, units: Units) -> None:
+        """A scope's forward starts."""
+        self._active.update(units)
+        for unit in units:
+            self._gather(unit)
+        self._pager.advance()
+
+    def leave(self, units: Units) -> None:
+        """A scope's forward has ended, well or not."""
+        self._active.subtract(units)
+        for unit in units:
+            if not self._in_backward and not self._pager.is_next(unit.records.shard.key):
+                self._release_idle(unit)
+        self._pager.advance()
+
+    # -- backward
+
+    def enter_backward(self, units: Units) -> None:
+        """Backward reaches a scope's outputs."""
+        if not self._in_backward:
+            self._in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)  # type: ignore[attr-defined]  # noqa: SLF001
+        for unit in self._units:
+            if unit not in units:
+                self._release_idle(unit)
+        for unit in units:
+            self._gather(unit)
+        self._pager.advance()
+
+    def gradient_arrived(self, parameter: nn.Parameter) -> None:
+        """Autograd has finished this parameter's gradient of this backward pass."""
+        unit, index = self._owner[parameter]
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            return
+        gradients = self._gradients[unit]
+        gradients.deposit(index, gradient)
+        if gradients.is_complete:
+            gradients.close()
+            self._release_idle(unit)
+            self._pager.advance()
+
+    def end_backward(self) -> None:
+        """Backward has ended."""
+        self._in_backward = False
+        for gradients in self._gradients.values():
+            gradients.close()
+        self.release_all()
+        self._pager.advance()
+
+    # -- access from outside
+
+    def fetch(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Make these parameters present, and let go of others that were fetched like this before."""
+        wanted = list(dict.fromkeys(self._owner[p][0] for p in parameters))
+        self._active.update(wanted)  # so that none of them goes to make room for another
+        try:
+            if not self._in_backward:
+                self.release_all()
+            for unit in wanted:
+                self._gather(unit)
+        finally:
+            self._active.subtract(wanted)
+
+    def expose(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Their memory is handed out in a way that hides changes."""
+        for parameter in parameters:
+            self._owner[parameter][0].expose()
+
+    def relieve(self) -> bool:
+        """Make arena room by releasing units nobody is using. Returns whether that helped."""
+        idle = [u for u in self._units if u.holds_arena and not self._active[u] and not u.is_changed]
+        for unit in idle:
+            self._release(unit)
+        return bool(idle)
+
+    def unit_at(self, address: int) -> Unit | None:
+        """The present unit whose flat buffer starts at this address."""
+        return self._storages.get(address)
+
+    # -- one unit
+
+    def _gather(self, unit: Unit) -> None:
+        if unit.state is UnitState.PRESENT:
+            return
+        unit.gather()
+        assert unit.flat is not None
+        self._storages[unit.flat.untyped_storage().data_ptr()] = unit
+
+    def require(self, unit: Unit) -> torch.Tensor:
+        """The unit's flat buffer, gathered if need be."""
+        self._gather(unit)
+        assert unit.flat is not None
+        return unit.flat
+
+    def _release_idle(self, unit: Unit) -> None:
+        if not self._active[unit]:
+            self._release(unit)
+
+    def _release(self, unit: Unit) -> None:
+        if unit.flat is not None:
+            self._storages.pop(unit.flat.untyped_storage().data_ptr(), None)
+        unit.release()

@@ -1,0 +1,171 @@
+"""The model, the data and the reference that the engine's tests share."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import infinity
+
+Config = dict[str, Any]
+
+
+def base_model(seed: int = 0) -> nn.Module:
+    """Embedding, three blocks, a head: shapes that are no multiples of anything in the engine."""
+    torch.manual_seed(seed)
+    blocks = [
+        nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.LayerNorm(32))
+        for _ in range(3)
+    ]
+    return nn.Sequential(nn.Embedding(100, 32), *blocks, nn.Linear(32, 100))
+
+
+def base_batches(count: int = 4, seed: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Fixed batches of two sequences of tokens and targets."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 100, (count, 2, 2, 9), generator=generator)
+    return [(inputs, targets) for inputs, targets in tokens]
+
+
+def base_loss(model: Callable[..., torch.Tensor], batch: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Cross-entropy of the model's logits."""
+    inputs, targets = batch
+    return functional.cross_entropy(model(inputs).float().flatten(0, 1), targets.flatten())
+
+
+def config_for(path: Path, *, param: str = "nvme", optimizer: str = "nvme", **extra: Any) -> Config:
+    """The base configuration: stage 3, AdamW with rate 1e-3."""
+    zero: Config = {
+        "stage": 3,
+        "offload_param": {"device": param},
+        "offload_optimizer": {"device": optimizer},
+        "stage3_param_persistence_threshold": 0,
+    }
+    for section in ("offload_param", "offload_optimizer"):
+        if zero[section]["device"] == "nvme":
+            zero[section]["nvme_path"] = str(path)
+    zero.update(extra.pop("zero_optimization", {}))
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": zero,
+        **extra,
+    }
+
+
+def train(
+    model: nn.Module,
+    config: Config,
+    *,
+    steps: int,
+    loss_of: Callable[..., torch.Tensor] = base_loss,
+    batches: Sequence[Any] | None = None,
+    **arguments: Any,
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train with the engine; returns the losses and the final weights."""
+    batches = base_batches() if batches is None else batches
+    losses = []
+    engine, *_ = infinity.initialize(model=model, config=config, **arguments)
+    with engine:
+        for step in range(steps):
+            loss = loss_of(engine, batches[step % len(batches)])
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+        weights = engine.module.state_dict()
+    return losses, weights
+
+
+class Reference:
+    """Plain torch on a copy of the model: fp32 masters, weights rounded to the storage type, gradients likewise."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        storage: torch.dtype = torch.float32,
+        compute: torch.dtype = torch.float32,
+        clip: float = 0.0,
+        **adam: Any,
+    ) -> None:
+        self.model = copy.deepcopy(model)
+        self.storage, self.compute, self.clip = storage, compute, clip
+        self.weights = list(self.model.parameters())
+        self.masters = [nn.Parameter(p.detach().float().clone()) for p in self.weights]
+        self.optimizer = torch.optim.AdamW(self.masters, **{"lr": 1e-3, **adam})
+        self.model.to(compute)
+        self._publish()
+
+    def _publish(self) -> None:
+        with torch.no_grad():
+            for weight, master in zip(self.weights, self.masters, strict=True):
+                weight.data = master.detach().to(self.storage).to(self.compute)
+
+    def step(self, losses: Sequence[torch.Tensor]) -> None:
+        """One update from the micro-batches' losses."""
+        for loss in losses:
+            (loss / len(losses)).backward()
+        rounding = self.storage if len(losses) == 1 else torch.float32
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            master.grad = None if weight.grad is None else weight.grad.to(rounding).float()
+            weight.grad = None
+        if self.clip:
+            nn.utils.clip_grad_norm_(self.masters, self.clip)
+        self.optimizer.step()
+        self._publish()
+
+    def train(
+        self,
+        steps: int,
+        *,
+        loss_of: Callable[..., torch.Tensor] = base_loss,
+        batches: Sequence[Any] | None = None,
+    ) -> tuple[list[float], dict[str, torch.Tensor]]:
+        """The same loop as the engine's."""
+        batches = base_batches() if batches is None else batches
+        losses = []
+        for step in range(steps):
+            loss = loss_of(self.model, batches[step % len(batches)])
+            self.step([loss])
+            losses.append(float(loss.detach()))
+        return losses, {k: v.detach().clone() for k, v in self.model.state_dict().items()}
+
+
+def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    """No difference at all."""
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert torch.equal(tensor, right[name]), name
+
+
+def assert_close(
+    left: dict[str, torch.Tensor],
+    right: dict[str, torch.Tensor],
+    *,
+    rtol: float = 1e-6,
+    atol: float = 1e-7,
+) -> None:
+    """Equal up to the rounding of the arithmetic."""
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        torch.testing.assert_close(tensor, right[name], rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    """A fresh base model."""
+    return base_model()
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> Iterator[None]:
+    """Each test starts from the same random state."""
+    torch.manual_seed(1234)
+    yield

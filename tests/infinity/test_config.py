@@ -1,0 +1,143 @@
+"""Configuration: DeepSpeed's keys in, one clear report of everything that is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.config import load_config
+from tests.infinity.conftest import base_model, config_for, train
+from tiering.errors import ConfigError
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_every_config_of_the_repository_trains(path: Path, tmp_path: Path) -> None:
+    """Each file loads unchanged; with its paths pointed at a scratch folder it trains."""
+    load_config(path)
+    config = json.loads(path.read_text())
+    for section in config["zero_optimization"].values():
+        if isinstance(section, dict) and "nvme_path" in section:
+            section["nvme_path"] = str(tmp_path)
+    losses, _ = train(base_model(), config, steps=2)
+    assert all(torch.isfinite(torch.tensor(losses)))
+
+
+def test_unknown_keys_name_the_nearest_one_and_are_reported_together() -> None:
+    """One error for all problems of a file, with full keys."""
+    with pytest.raises(ConfigError) as error:
+        load_config(
+            {
+                "zero_optimization": {"offload_params": {}, "stage3_max_live_paramaters": 1},
+                "aio": {"blocksize": 1},
+                "comment": "mine",
+            }
+        )
+    text = str(error.value)
+    for key, near in {
+        "zero_optimization.offload_params": "zero_optimization.offload_param",
+        "zero_optimization.stage3_max_live_paramaters": "zero_optimization.stage3_max_live_parameters",
+        "aio.blocksize": "aio.block_size",
+    }.items():
+        assert f"{key}: unknown key; did you mean {near!r}?" in text
+    assert "comment: unknown key" in text
+    assert "4 problem(s)" in text
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"offload_param": {"device": "nvme"}}, r"offload_param\.nvme_path must name"),
+        ({"offload_param": {"device": "nvme", "nvme_path": None}}, r"offload_param\.nvme_path must"),
+        (
+            {
+                "offload_param": {"device": "nvme"},
+                "offload_optimizer": {"device": "nvme", "nvme_path": "/there"},
+            },
+            r"offload_param\.nvme_path must name a folder on the drive \(its sibling has '/there'\)",
+        ),
+    ],
+)
+def test_nvme_without_a_path_names_the_key(section: dict[str, Any], message: str) -> None:
+    """There is no default path; a sibling's is suggested."""
+    with pytest.raises(ConfigError, match=message):
+        load_config({"zero_optimization": section})
+
+
+def test_whole_floats_are_counts() -> None:
+    """1e9 is 1000000000; a fraction is refused."""
+    config = load_config({"zero_optimization": {"sub_group_size": 1e9, "reduce_bucket_size": 5e8}})
+    assert config.zero_optimization.sub_group_size == 10**9
+    with pytest.raises(ConfigError, match=r"sub_group_size.*1\.5"):
+        load_config({"zero_optimization": {"sub_group_size": 1.5}})
+
+
+def test_batch_sizes_complete_each_other_or_are_refused_with_the_product() -> None:
+    """Two of three give the third."""
+    assert load_config({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2}).batch(world_size=4).accumulation == 2
+    assert load_config({"train_batch_size": 16}).batch(world_size=4).micro == 4
+    wrong = load_config(
+        {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
+    )
+    with pytest.raises(ConfigError, match="16 is not .*= 24"):
+        wrong.batch(world_size=4)
+
+
+@pytest.mark.parametrize(
+    ("aio", "word"), [({"queue_depth": 0}, "queue_depth"), ({"block_size": 5000}, "power of two")]
+)
+def test_io_settings_that_cannot_work_are_refused(aio: dict[str, int], word: str) -> None:
+    """Before anything starts."""
+    with pytest.raises(ConfigError, match=word):
+        load_config({"aio": aio})
+
+
+def test_a_path_that_cannot_be_used_is_refused_before_anything_moves(tmp_path: Path) -> None:
+    """A regular file in its place is an error that names it, and the model is as it was; a missing folder is made."""
+    blocked = tmp_path / "file"
+    blocked.write_text("x")
+    model = base_model()
+    with pytest.raises(ConfigError, match="file"):
+        infinity.initialize(model=model, config=config_for(blocked))
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    train(model, config_for(tmp_path / "new" / "folder"), steps=1)
+
+
+def test_a_budget_that_cannot_do_is_refused_with_the_sum(tmp_path: Path) -> None:
+    """And the model is as it was."""
+    model = base_model()
+    with pytest.raises(ConfigError, match="smallest budget"):
+        infinity.initialize(model=model, config=config_for(tmp_path, tiering={"host_memory": 4096}))
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+
+
+def test_an_optimizer_that_is_not_adam_is_refused(tmp_path: Path) -> None:
+    """With its name."""
+    model = base_model()
+    with pytest.raises(ConfigError, match="SGD"):
+        infinity.initialize(
+            model=model, config=config_for(tmp_path), optimizer=torch.optim.SGD(model.parameters(), lr=1.0)
+        )
+
+
+def test_all_auto_on_a_tiny_model_takes_little_memory(tmp_path: Path) -> None:
+    """Hidden size 1, two parameters: the arena is what the model can use."""
+    model = nn.Linear(1, 1)
+    zero = {
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+    }
+    engine, *_ = infinity.initialize(model=model, config=config_for(tmp_path, zero_optimization=zero))
+    with engine:
+        for _ in range(5):
+            engine.backward(engine(torch.ones(1, 1)).sum())
+            engine.step()
+        assert engine.stats().arena_budget_bytes < 2**20

@@ -1,0 +1,186 @@
+"""Training through the tiers equals training without them."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from tests.infinity.conftest import (
+    Reference,
+    assert_close,
+    assert_equal,
+    base_batches,
+    base_loss,
+    base_model,
+    config_for,
+    train,
+)
+
+DEVICES = ["none", "cpu", "nvme"]
+BF16 = {"enabled": True}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_fp32_equals_plain_torch_after_ten_steps(device: str, tmp_path: Path) -> None:
+    """Weights and losses equal those of torch's AdamW on the whole model in memory."""
+    model = base_model()
+    expected_losses, expected = Reference(model).train(10)
+    losses, weights = train(model, config_for(tmp_path, param=device, optimizer=device), steps=10)
+    assert losses == pytest.approx(expected_losses, rel=1e-6)
+    assert_close(weights, expected)
+
+
+def test_the_fused_kernel_equals_torchs_fused_kernel(tmp_path: Path) -> None:
+    """A user's AdamW(fused=True) is taken over with its kernel."""
+    model = base_model()
+    _, expected = Reference(model, fused=True).train(5)
+    _, weights = train(
+        model,
+        config_for(tmp_path),
+        steps=5,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
+    )
+    assert_close(weights, expected)
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+def test_bf16_is_within_a_rounding_of_a_reference_with_fp32_masters(compute: str, tmp_path: Path) -> None:
+    """The reference rounds weights and gradients to bf16 and updates fp32 masters."""
+    model = base_model()
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[compute]
+    reference = Reference(model, storage=torch.bfloat16, compute=dtype)
+    expected_losses, expected = reference.train(10)
+    config = config_for(tmp_path, bf16=BF16, tiering={"compute_dtype": compute})
+    losses, weights = train(model, config, steps=10)
+    assert losses == pytest.approx(expected_losses, rel=1e-2)
+    assert_close(weights, expected, rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_tiers_never_change_a_bit(bf16: bool, tmp_path: Path) -> None:  # noqa: FBT001
+    """Every combination of homes trains to equal losses and weights."""
+    model = base_model()
+    runs = {
+        (param, optimizer): train(
+            copy.deepcopy(model),
+            config_for(
+                tmp_path, param=param, optimizer=optimizer, bf16={"enabled": bf16}, gradient_clipping=1.0
+            ),
+            steps=6,
+        )
+        for param in DEVICES
+        for optimizer in DEVICES
+    }
+    losses, weights = runs["none", "none"]
+    for other_losses, other in runs.values():
+        assert other_losses == losses
+        assert_equal(other, weights)
+
+
+@pytest.mark.parametrize("sub_group", [16, 48, 1600, 10**9])
+def test_tile_size_never_changes_a_bit(sub_group: int, tmp_path: Path) -> None:
+    """Cutting the optimizer state elsewhere gives equal weights."""
+    model = base_model()
+    _, expected = train(copy.deepcopy(model), config_for(tmp_path, param="none", optimizer="none"), steps=3)
+    config = config_for(tmp_path, zero_optimization={"sub_group_size": sub_group})
+    _, weights = train(model, config, steps=3)
+    assert_equal(weights, expected)
+
+
+def test_both_backends_train_to_equal_bits(tmp_path: Path) -> None:
+    """io_uring and threads move the same bytes."""
+    model = base_model()
+    uring, threads = (
+        train(copy.deepcopy(model), config_for(tmp_path, tiering={"aio_backend": name}), steps=4)
+        for name in ("uring", "threads")
+    )
+    assert uring[0] == threads[0]
+    assert_equal(uring[1], threads[1])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_clipping_scales_by_the_global_norm(device: str, tmp_path: Path) -> None:
+    """The update equals torch's after clip_grad_norm_, and the reported norm is the one before clipping."""
+    model = base_model()
+    reference = Reference(model, clip=0.1)
+    _, expected = reference.train(5)
+    _, weights = train(
+        model, config_for(tmp_path, param=device, optimizer=device, gradient_clipping=0.1), steps=5
+    )
+    assert_close(weights, expected)
+
+
+def test_accumulated_micro_batches_equal_their_mean(tmp_path: Path) -> None:
+    """Four micro-batches a step equal the reference that divides each loss by four."""
+    model = base_model()
+    reference = Reference(model)
+    for _ in range(2):
+        reference.step([base_loss(reference.model, batch) for batch in base_batches()])
+    config = config_for(tmp_path, gradient_accumulation_steps=4)
+    _, weights = train(model, config, steps=8)
+    assert_close(weights, {k: v.detach() for k, v in reference.model.state_dict().items()})
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_parameter_without_gradient_is_left_alone(device: str, tmp_path: Path) -> None:
+    """Intermittent gradients: each parameter has its own step count, as in torch."""
+
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.always = nn.Linear(5, 5)
+            self.sometimes = nn.Linear(5, 5)
+
+        def forward(self, x: torch.Tensor, *, use: bool) -> torch.Tensor:
+            y = self.always(x)
+            return (self.sometimes(y) if use else y).square().mean()
+
+    torch.manual_seed(3)
+    model = Sometimes()
+    batches = [(torch.randn(4, 5), step % 2 == 0) for step in range(6)]
+
+    def loss_of(module: nn.Module, batch: tuple[torch.Tensor, bool]) -> torch.Tensor:
+        return module(batch[0], use=batch[1])
+
+    _, expected = Reference(model).train(6, loss_of=loss_of, batches=batches)
+    config = config_for(tmp_path, param=device, optimizer=device)
+    _, weights = train(model, config, steps=6, loss_of=loss_of, batches=batches)
+    assert_close(weights, expected)
+
+
+def test_groups_steer_rate_and_decay(tmp_path: Path) -> None:
+    """Each group's own rate and decay apply, and a rate changed between steps takes effect."""
+
+    class Three(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.all = nn.ParameterList([nn.Parameter(torch.ones(40)) for _ in range(3)])
+
+        def forward(self) -> torch.Tensor:
+            return torch.stack([p.sum() for p in self.all]).sum()
+
+    model = Three()
+    a, b, c = model.all
+    groups = [
+        {"params": [a], "lr": 1e-2, "weight_decay": 0.0},
+        {"params": [b], "lr": 1e-4, "weight_decay": 0.0},
+        {"params": [c], "lr": 1e-2, "weight_decay": 0.5},
+    ]
+    engine, optimizer, _, _ = infinity.initialize(
+        model=model, config=config_for(tmp_path), optimizer=torch.optim.AdamW(groups)
+    )
+    with engine:
+        for rate in (1e-4, 1e-2):
+            optimizer.param_groups[1]["lr"] = rate
+            engine.backward(engine())
+            engine.step()
+            if rate == 1e-4:
+                first = [float(p.detach()[7]) for p in model.all]
+        second = float(b.detach()[7])
+    assert first == pytest.approx([0.99, 0.9999, 0.985], abs=1e-6)
+    assert second == pytest.approx(0.9899, abs=1e-6)
