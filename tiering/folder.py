@@ -82,6 +82,10 @@ class SwapFolder:
         """The private folder."""
         return self._path
 
+    def file_system(self) -> str:
+        """The type of the file system it is on, such as ``ext4``; empty where that is unknown."""
+        return _file_system_type(self._root)
+
     def free_bytes(self) -> int:
         """What the file system still has for an ordinary user."""
         usage = os.statvfs(self._path)

@@ -22,6 +22,7 @@ import errno
 import os
 import resource
 import threading
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +30,7 @@ from typing import Final, NamedTuple
 
 from tiering import records
 from tiering.aio.backend import AioBackend, File, Memory, Transfer
-from tiering.errors import EngineClosedError, RecordError, SpaceError, TransferError
+from tiering.errors import EngineClosedError, RecordError, SpaceError, TieringWarning, TransferError
 from tiering.folder import SwapFolder
 from tiering.spec import RecordSpec
 
@@ -40,7 +41,8 @@ _CANNOT_RESERVE: Final = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 # descriptors a file.
 _DESCRIPTOR_SHARE: Final = 8
 _FEWEST_FILES: Final = 8
-_MOST_FILES: Final = 16_384
+_MOST_FILES: Final = 2048
+_TOO_MANY_FILES: Final = (errno.EMFILE, errno.ENFILE)
 
 
 @dataclass
@@ -86,6 +88,7 @@ class NvmeTier:
         self._open: dict[str, _RecordFile] = {}  # in the order of last use
         self._most_open = most_open_files()
         self._created = 0
+        self._detour_was_told = False
         self._read_bytes = 0
         self._written_bytes = 0
 
@@ -252,11 +255,36 @@ class NvmeTier:
         """The record's file, opened if it is not, and marked as the one used last."""
         if record.file is None:
             self._evict(down_to=self._most_open - 1)
-            record.file = self._backend.open(str(record.path))
+            record.file = self._open_file(record.path)
+            self._tell_detour(record.file)
         self._open.pop(key, None)
         self._open[key] = record
         record.is_busy()  # drops what has ended, so that the list stays short
         return record.file
+
+    def _open_file(self, path: Path) -> File:
+        """Open a file; where the process or the backend has no place left, close others first."""
+        while True:
+            try:
+                return self._backend.open(str(path))
+            except TransferError as error:
+                if error.errno not in _TOO_MANY_FILES or not self._open:
+                    raise
+            self._evict(down_to=len(self._open) // 2)
+
+    def _tell_detour(self, file: File) -> None:
+        """Warn, once, where transfers cannot go past the page cache."""
+        if file.info.direct or self._detour_was_told:
+            return
+        self._detour_was_told = True
+        kind = self._folder.file_system() or "its file system"
+        reason = os.strerror(file.info.direct_errno)
+        warnings.warn(
+            f"{self._folder.root}: {kind} has no direct I/O ({reason}); transfers go through the "
+            f"page cache, which costs memory and time; a path on ext4 or xfs avoids that",
+            TieringWarning,
+            stacklevel=4,
+        )
 
     def _evict(self, *, down_to: int) -> None:
         """Close the files unused for longest; if all are busy, wait for the oldest."""
