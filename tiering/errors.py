@@ -1,7 +1,8 @@
 """Every exception that tiering raises on purpose, in one small tree.
 
 The world's failures (a full disk, a lost completion, a bad argument) are these exceptions, never an
-assertion and never an abort. A message names the thing, the numbers, the likely cause and the remedy.
+assertion and never an abort. A message names the thing, the numbers, the likely cause and the
+remedy.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class TransferError(TieringError, OSError):
 
 
 class TransferTimeoutError(TransferError):
-    """A transfer did not end within the time given; it stays pending and may be waited for again."""
+    """A transfer did not end within the time given; it may be waited for again."""
 
 
 class SpaceError(TransferError):

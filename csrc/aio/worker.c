@@ -265,7 +265,9 @@ static void account(struct path *path, struct io *io)
 	}
 }
 
-/* Starts the blocks whose pause is over. Returns when the next one's is. */
+/* Starts the blocks whose pause is over. Returns when the next one's is. Of a request that has
+ * failed only what lies before the failure goes on, so that the first failing offset is the one
+ * reported. */
 static uint64_t fill_again(struct path *path)
 {
 	struct block *block = path->again;
@@ -276,7 +278,7 @@ static uint64_t fill_again(struct path *path)
 	while (block) {
 		struct block *next = block->next;
 
-		if (block->request->error) {
+		if (block->request->error && block->offset > block->request->error_offset) {
 			end_block(path, block);
 		} else if (block->resume_ns > now) {
 			next_ns = min_u64(next_ns, block->resume_ns);

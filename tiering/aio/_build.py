@@ -68,7 +68,7 @@ def _static_archive() -> str | None:
         check=False,
     )
     found = ran.stdout.strip()
-    return found if os.path.isabs(found) and Path(found).exists() else None
+    return found if found != "liburing.a" and Path(found).exists() else None
 
 
 def _uring() -> Uring:
@@ -93,7 +93,9 @@ def _builder() -> FFI:
         "tiering.aio._native",
         '#include "aio.h"',
         sources=[str(_SOURCE_FOLDER / f"{name}.c") for name in SOURCES],
-        depends=[str(_SOURCE_FOLDER / f"{name}.h") for name in ("aio", "backend", "clock", "engine")],
+        depends=[
+            str(_SOURCE_FOLDER / f"{name}.h") for name in ("aio", "backend", "clock", "engine")
+        ],
         include_dirs=[str(_SOURCE_FOLDER)],
         define_macros=uring.macros,
         extra_compile_args=FLAGS,

@@ -1,7 +1,7 @@
 """The seam between tiering and whatever moves bytes: a protocol of six methods.
 
-`AioEngine` implements it over the C engine; a test may implement it over a dictionary. Everything above (the NVMe
-tier, the swapper, the store) uses only what stands here.
+`AioEngine` implements it over the C engine; a test may implement it over a dictionary. Everything
+above (the NVMe tier, the swapper, the store) uses only what stands here.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class Transfer(Protocol):
         """Return when the transfer has succeeded; may be called again, from any thread.
 
         Raises:
-            TransferError: it failed; names the operation, file, offset, bytes asked and done, and the errno.
+            TransferError: it failed; names the operation, file, offset, bytes asked and done, and
+                the errno.
             TransferTimeoutError: it is still pending after ``timeout_s``; names what is pending.
             EngineClosedError: the engine was closed before it ended, or belongs to another process.
         """
@@ -87,24 +88,40 @@ class AioBackend(Protocol):
         ...
 
     def read(  # noqa: PLR0913 - the six facts a read consists of
-        self, file: File, memory: Memory, *, at: int = 0, nbytes: int, offset: int,
+        self,
+        file: File,
+        memory: Memory,
+        *,
+        at: int = 0,
+        nbytes: int,
+        offset: int,
         after: Transfer | None = None,
     ) -> Transfer:
         """Start reading ``nbytes`` at file ``offset`` into ``memory`` from its byte ``at``.
 
-        With ``after``, it starts when that transfer has succeeded, and fails with ECANCELED when that fails.
+        With ``after``, it starts when that transfer has succeeded, and fails with ECANCELED when
+        that fails.
         """
         ...
 
     def write(  # noqa: PLR0913 - the six facts a write consists of
-        self, file: File, memory: Memory, *, at: int = 0, nbytes: int, offset: int,
+        self,
+        file: File,
+        memory: Memory,
+        *,
+        at: int = 0,
+        nbytes: int,
+        offset: int,
         after: Transfer | None = None,
     ) -> Transfer:
         """Start writing; the mirror image of `read`."""
         ...
 
     def register(self, memory: Memory) -> None:
-        """Pin the memory for cheaper transfers where that is allowed; a refusal only shows in the statistics."""
+        """Pin the memory for cheaper transfers where that is allowed.
+
+        It takes the place of what was pinned before. After a refusal all works without.
+        """
         ...
 
     def sync(self, file: File) -> None:
@@ -112,5 +129,8 @@ class AioBackend(Protocol):
         ...
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Let transfers end, at most ``timeout_s``, and free everything. A second call does nothing."""
+        """Let transfers end, at most ``timeout_s``, and free everything. Twice is once.
+
+        Transfers that have not ended by then never will.
+        """
         ...

@@ -97,7 +97,9 @@ class PinnedMemory:
         mapped_bytes = int(self._mapping.bytes)
         resident_bytes = huge_bytes = 0
         inside = False
-        for line in Path("/proc/self/smaps").read_text(encoding="ascii", errors="replace").splitlines():
+        for line in (
+            Path("/proc/self/smaps").read_text(encoding="ascii", errors="replace").splitlines()
+        ):
             word, _, rest = line.partition(" ")
             if not word.endswith(":"):
                 first, last = (int(part, 16) for part in word.split("-"))
@@ -111,7 +113,7 @@ class PinnedMemory:
         )
 
 
-def _let_go(mapping: FFI.CData, pointer: FFI.CData) -> None:
+def _let_go(mapping: object, pointer: object) -> None:
     """The mapping lives as long as this is bound to it."""
 
 

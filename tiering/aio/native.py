@@ -10,23 +10,19 @@ from tiering.errors import ConfigError
 try:
     from tiering.aio._native import ffi, lib
 except ImportError as error:
-    ffi = lib = None
-    _loader_message = str(error)
+    # Nothing uses them before check_native has raised.
+    ffi = lib = None  # type: ignore[assignment]
+    loader_message = str(error)
 else:
-    _loader_message = ""
+    loader_message = ""
 
 __all__ = ["check_native", "ffi", "lib", "loader_message"]
 
 
-def loader_message() -> str:
-    """Why the compiled part is not available; empty when it is."""
-    return _loader_message
-
-
 def check_native() -> None:
     """Raise `ConfigError` with the loader's message when the compiled part is not available."""
-    if _loader_message:
+    if loader_message:
         raise ConfigError(
-            f"native I/O is not available: {_loader_message}; reinstall zero-infinity from a wheel "
+            f"native I/O is not available: {loader_message}; reinstall zero-infinity from a wheel "
             "for this machine, or build it in place (make setup)"
         )
