@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -238,7 +238,7 @@ class InfinityEngine:
             waited_s=dict(store.waited_s),
             backend=aio[0].backend if aio else "none",
             backend_reason=aio[0].backend_reason if aio else "",
-            direct_io=all(d.direct_io for d in aio),
+            direct_io=not any(d.buffered_blocks for d in aio),
             compute_dtype=str(self._compute_dtype).removeprefix("torch."),
         )
 
@@ -301,6 +301,7 @@ class InfinityEngine:
             max_norm=0.0 if self.config.gradient_clipping == "auto" else self.config.gradient_clipping,
         )
         self._closing.callback(self._hooks.remove)
+        os.register_at_fork(after_in_child=_forsaking(self._schedule))
         self._finalizer = weakref.finalize(self, self._closing.close)
 
     def _plan(self, parts: Sequence[Group], layouts: Sequence[FlatLayout]) -> Plan:
@@ -428,6 +429,18 @@ class InfinityEngine:
         for part, unit in units.items():
             for parameter in part.parameters if unit.trained else ():
                 self._hooks.watch(parameter)
+
+
+def _forsaking(schedule: Schedule) -> Callable[[], None]:
+    """Runs in every forked child from now on; must not keep the engine alive in the parent."""
+    reference = weakref.ref(schedule)
+
+    def forsake() -> None:
+        alive = reference()
+        if alive is not None:
+            alive.forsake()
+
+    return forsake
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -73,12 +73,17 @@ class Hooks:
     def copy_on_state_dict(self, module: nn.Module) -> None:
         """Have ``state_dict()`` return ordinary copies of the module's own parameters, unit after unit."""
 
+        def before(_module: nn.Module, _prefix: str, _keep_vars: bool) -> None:  # noqa: FBT001
+            self._schedule.begin_copy()
+
         def after(owner: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:  # noqa: ANN401
+            self._schedule.end_copy()
             for name, _ in owner.named_parameters(recurse=False):
                 tensor = state.get(prefix + name)
                 if tensor is not None and not isinstance(tensor, nn.Parameter):
                     state[prefix + name] = tensor.clone()
 
+        self._handles.append(module.register_state_dict_pre_hook(before))
         self._handles.append(module.register_state_dict_post_hook(after))
 
     def saving(self) -> AbstractContextManager[Any]:

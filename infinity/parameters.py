@@ -79,7 +79,7 @@ _METADATA: frozenset[Callable[..., Any]] = frozenset(
 _EXPOSING: frozenset[Callable[..., Any]] = frozenset(
     [
         *_getters("data"),
-        *_methods("numpy", "untyped_storage", "storage", "data_ptr", "__array__", "__dlpack__"),
+        *_methods("detach", "numpy", "untyped_storage", "storage", "data_ptr", "__array__", "__dlpack__"),
     ]
 )
 

@@ -38,6 +38,7 @@ class Schedule:
         self._owner: dict[nn.Parameter, tuple[Unit, int]] = {}
         self._active: Counter[Unit] = Counter()
         self._in_backward = False
+        self._copying = 0
         self._storages: dict[int, Unit] = {}
 
     def adopt_units(self, units: Iterable[Unit], gradients: Mapping[Unit, UnitGradients]) -> None:
@@ -51,6 +52,7 @@ class Schedule:
     def begin_pass(self, kind: str) -> None:
         """A forward starts; what an interrupted one left behind is cleaned up."""
         self._in_backward = False
+        self._copying = 0
         self._active.clear()
         self.release_all()
         self._pager.begin(kind)
@@ -82,9 +84,7 @@ class Schedule:
 
     def enter_backward(self, units: Units) -> None:
         """Backward reaches a scope's outputs."""
-        if not self._in_backward:
-            self._in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)  # type: ignore[attr-defined]  # noqa: SLF001
+        self._begin_backward()
         for unit in self._units:
             if unit not in units:
                 self._release_idle(unit)
@@ -94,6 +94,7 @@ class Schedule:
 
     def gradient_arrived(self, parameter: nn.Parameter) -> None:
         """Autograd has finished this parameter's gradient of this backward pass."""
+        self._begin_backward()
         unit, index = self._owner[parameter]
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
@@ -104,6 +105,12 @@ class Schedule:
             gradients.close()
             self._release_idle(unit)
             self._pager.advance()
+
+    def _begin_backward(self) -> None:
+        """Called by whatever notices first that backward is running."""
+        if not self._in_backward:
+            self._in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)  # type: ignore[attr-defined]  # noqa: SLF001
 
     def end_backward(self) -> None:
         """Backward has ended."""
@@ -129,8 +136,22 @@ class Schedule:
 
     def expose(self, parameters: Sequence[nn.Parameter]) -> None:
         """Their memory is handed out in a way that hides changes."""
-        for parameter in parameters:
-            self._owner[parameter][0].expose()
+        if not self._copying:
+            for parameter in parameters:
+                self._owner[parameter][0].expose()
+
+    def begin_copy(self) -> None:
+        """What is handed out until `end_copy` is only copied."""
+        self._copying += 1
+
+    def end_copy(self) -> None:
+        """The other half of `begin_copy`; pairs nest."""
+        self._copying -= 1
+
+    def forsake(self) -> None:
+        """In a forked child: the arena is not there, so no parameter may point into it."""
+        for unit in self._units:
+            unit.forsake()
 
     def relieve(self) -> bool:
         """Make arena room by releasing units nobody is using. Returns whether that helped."""

@@ -201,17 +201,21 @@ class Unit:
             return
         if self._changed():
             self._adopt()
-        for parameter in self.parameters:
-            self._stubs.release(parameter, self.compute_dtype)
-        self.flat = None
-        self.state = UnitState.RELEASED
-        self._exposed = False
+        self.forsake()
         if self._lease is not None:
             self._lease.release()
             self._lease = None
         if self._slot is not None:
             self._slot.free()
             self._slot = None
+
+    def forsake(self) -> None:
+        """Point the parameters elsewhere, whatever becomes of their memory."""
+        for parameter in self.parameters:
+            self._stubs.release(parameter, self.compute_dtype)
+        self.flat = None
+        self.state = UnitState.RELEASED
+        self._exposed = False
 
     @property
     def is_changed(self) -> bool:

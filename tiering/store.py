@@ -22,6 +22,8 @@ from __future__ import annotations
 
 import enum
 import time
+import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -31,7 +33,7 @@ import torch
 
 from tiering.aio.backend import Transfer
 from tiering.arena import Arena, Placement, Slot
-from tiering.errors import RecordError, TransferError
+from tiering.errors import RecordError, TieringWarning, TransferError
 from tiering.records import aligned_bytes
 from tiering.spec import RecordSpec, Tier
 from tiering.tiers.device import DeviceSlot, DeviceTier
@@ -157,6 +159,7 @@ class TieredStore:
         self.stats = StoreStats()
         self._device = device
         self._entries: dict[str, Entry] = {}
+        self._beside: weakref.WeakSet[Arena] = weakref.WeakSet()
         self._held: dict[str, Entry] = {}  # at home on NVMe, with a slot
         self._moving: dict[str, Entry] = {}  # of these READING and WRITING, oldest first
         self._distance: EvictionOrder = lambda _key: 0.0
@@ -414,7 +417,28 @@ class TieredStore:
             if slot is not None:
                 return slot
             if not self._make_room():
-                return self.arena.allocate(nbytes, owner=key, placement=placement)
+                return self._last_resort(key, nbytes, placement)
+
+    def _last_resort(self, key: str, nbytes: int, placement: Placement) -> Slot:
+        """Room that the caller's own tensors keep is not the budget's to lose: as much is taken beside the arena.
+
+        Raises:
+            ArenaFullError: nobody keeps that much.
+        """
+        kept_bytes = self.arena.stats().retained_bytes
+        beside_bytes = sum(arena.capacity_bytes for arena in self._beside)
+        if beside_bytes + nbytes > kept_bytes:
+            return self.arena.allocate(nbytes, owner=key, placement=placement)
+        if not beside_bytes:
+            warnings.warn(
+                f"tensors that you took from parameters keep {kept_bytes} bytes of the arena; as much memory is "
+                "taken beside tiering.host_memory; let them go, or clone() them, to stay within it",
+                TieringWarning,
+                stacklevel=2,
+            )
+        arena = Arena(nbytes)
+        self._beside.add(arena)
+        return arena.allocate(nbytes, owner=key, placement=placement)
 
     def _make_room(self) -> bool:
         """Take one step towards more room, the cheapest there is. False when there is none."""

@@ -6,6 +6,7 @@ import copy
 import os
 import pickle
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -80,7 +81,8 @@ def test_any_use_outside_forward_sees_the_weights(engine: infinity.InfinityEngin
         assert torch.equal(parameter * 2, original[name] * 2)
         assert torch.equal(torch.cat([parameter.reshape(-1)]), original[name].reshape(-1))
     weight = engine.module[1][0].weight
-    assert torch.equal(functional.linear(torch.ones(1, 32), weight), original["1.0.weight"].sum(1)[None])
+    ones = torch.ones(1, 32)
+    assert torch.equal(functional.linear(ones, weight), functional.linear(ones, original["1.0.weight"]))
     assert "Parameter containing" in repr(engine.module[2][0].bias)
 
 
@@ -90,6 +92,7 @@ def test_one_operation_over_parameters_of_all_units_sees_them_all(engine: infini
     assert torch.equal(nn.utils.parameters_to_vector(engine.parameters()), expected)
 
 
+@pytest.mark.filterwarnings("ignore:tensors that you took")
 @pytest.mark.parametrize("taken_by", ["detach", "data", "state_dict", "view"])
 def test_an_alias_taken_before_a_release_never_changes(
     taken_by: str, engine: infinity.InfinityEngine
@@ -195,16 +198,16 @@ def test_a_forked_child_gets_an_error_and_the_parent_goes_on(engine: infinity.In
     with torch.no_grad():
         expected = base_loss(engine, base_batches()[0])
     engine.module[1][0].weight.sum()  # present in the parent at the time of the fork
+    in_arena = engine.config.zero_optimization.offload_param.device != "none"
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            engine.module[1][0].weight.sum()
-        except infinity.EngineClosedError:
-            try:
+            with pytest.raises(infinity.EngineClosedError) if in_arena else nullcontext():
+                engine.module[1][0].weight.sum()
+            with pytest.raises(infinity.EngineClosedError):
                 engine(base_batches()[0][0])
-            except infinity.EngineClosedError:
-                status = 0
+            status = 0
         finally:
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
