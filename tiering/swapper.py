@@ -1,0 +1,712 @@
+"""The store's smallest entrance: put a tensor on the drive, get it back later.
+
+On the way out a tensor's bytes are copied into arena slots, a piece at a time, and each slot is
+written to the tensor's record file; when `swap_out` returns, all bytes have been copied and the
+caller may do what he likes with the tensor. On the way in each piece is read into a slot and copied
+from there to its place in an ordinary tensor. Pieces make one small arena serve tensors of any
+size, and several of them in flight keep the drive busy while others are copied.
+
+There is no thread here. Finished pieces are *landed* (copied on, their slot freed) and waiting
+reads are started whenever the swapper is called, and inside waits. Writes are all started by
+`swap_out` itself, so they need nobody.
+
+What would break: reading what was only partly written. A record whose last write failed is marked
+with the error and cannot be read until it has been written whole; a read that is asked for while
+the write is on its way is chained to it, piece by piece. And an error that nobody asked for is
+raised by `TensorSwapper.close` at the latest.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import difflib
+import functools
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Final, Generic, NamedTuple, TypeVar
+
+import torch
+from typing_extensions import Self
+
+from tiering.aio import AioConfig, AioEngine
+from tiering.aio.backend import AioBackend, Transfer
+from tiering.arena import Arena, ArenaStats, Slot
+from tiering.errors import (
+    ConfigError,
+    EngineClosedError,
+    RecordError,
+    TieringError,
+    TransferError,
+    TransferTimeoutError,
+)
+from tiering.folder import SwapFolder
+from tiering.records import ALIGNMENT_BYTES, has_file_dtype
+from tiering.spec import RecordSpec, TensorSpec
+from tiering.tiers.nvme import NvmeTier, Part
+
+_HOST_MEMORY_BYTES: Final = 256 << 20
+_PIECE_BYTES: Final = 16 << 20  # large enough for full speed, small enough to be copied meanwhile
+_PIECES_IN_FLIGHT: Final = 8  # at least so many fit into the arena
+_ABANDON_S: Final = 10.0  # how long an exception waits for transfers nobody will ask for
+
+ResultT = TypeVar("ResultT")
+
+
+class SwapperStats(NamedTuple):
+    """What a swapper holds and has moved.
+
+    Args:
+        tensors: keys on the drive.
+        stored_bytes: their bytes, without padding.
+        pending_transfers: started, and not known to have ended.
+        read_bytes: of all reads so far, padding included.
+        written_bytes: the same for writes.
+        arena: where the bytes of the host memory are.
+    """
+
+    tensors: int
+    stored_bytes: int
+    pending_transfers: int
+    read_bytes: int
+    written_bytes: int
+    arena: ArenaStats
+
+
+class SwapTransfer(Generic[ResultT]):
+    """One tensor on its way out or in; `TensorSwapper` makes them."""
+
+    def __init__(
+        self, key: str, *, wait: Callable[[float | None], ResultT], done: Callable[[], bool]
+    ) -> None:
+        self.key = key
+        self._wait = wait
+        self._done = done
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not. Neither blocks for the drive nor raises a failure."""
+        return self._done()
+
+    def wait(self, timeout_s: float | None = None) -> ResultT:
+        """Return the tensor of a `TensorSwapper.swap_in`, or None when a swap-out is on the drive.
+
+        May be called again, and after the swapper was closed.
+
+        Raises:
+            TransferError: a read or write failed.
+            TransferTimeoutError: still pending after ``timeout_s``; names what is pending. It goes
+                on.
+            RecordError: what was to be read had not been written whole.
+        """
+        return self._wait(timeout_s)
+
+
+@dataclass(eq=False)
+class _Job:
+    """One tensor's transfer: the parts that are still to be started, and the pieces in flight."""
+
+    stored: _Stored
+    todo: collections.deque[Part]
+    began_in_round: int
+    flying: dict[_Piece, None] = field(default_factory=dict)
+    error: TieringError | None = None
+    has_ended: bool = False
+    is_heard: bool = False
+    """Somebody was told how it ended."""
+
+    def fail(self, error: TieringError) -> None:
+        """Keep the first error, start nothing more."""
+        self.error = self.error or error
+        self.todo.clear()
+
+    def land(self, piece: _Piece) -> None:
+        """Take what a finished piece brought."""
+
+    def end(self) -> None:
+        """Note how it ended."""
+
+
+@dataclass(eq=False)
+class _Writing(_Job):
+    """A tensor on its way out."""
+
+    written: dict[int, Transfer] = field(default_factory=dict)
+    """The writes by where they start, for reads that come while they are under way."""
+
+    def end(self) -> None:
+        self.stored.fault = self.error
+
+
+@dataclass(eq=False)
+class _Reading(_Job):
+    """A tensor on its way in."""
+
+    out: torch.Tensor | None = None
+    behind: _Writing | None = None
+    """The write it follows, if that had not ended when it began."""
+
+    def land(self, piece: _Piece) -> None:
+        start, nbytes = piece.part
+        target = self.result().detach().view(-1).view(torch.uint8)
+        target[start : start + nbytes].copy_(_bytes_of(piece.slot, nbytes))
+
+    def result(self) -> torch.Tensor:
+        """The destination, made when the first byte arrives."""
+        if self.out is None:
+            with torch.inference_mode(mode=False):
+                stored = self.stored
+                self.out = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+        return self.out
+
+    def end(self) -> None:
+        if self.behind and self.behind.error:
+            self.error = _not_whole(self.stored, self.behind.error)
+
+
+@dataclass(eq=False)
+class _Piece:
+    """A part of a tensor in flight."""
+
+    job: _Job
+    part: Part
+    slot: Slot
+    transfer: Transfer
+
+
+@dataclass(eq=False)
+class _Stored:
+    """All that is known of one key."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    has_file: bool = False
+    fault: TieringError | None = None
+    """Why its contents cannot be had."""
+    jobs: dict[_Job, None] = field(default_factory=dict)
+    """Those that have not ended, in the order they began."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor, without padding."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def writers(self) -> Iterator[_Writing]:
+        """The transfer that writes it now; there is at most one."""
+        return (job for job in self.jobs if isinstance(job, _Writing))
+
+    @property
+    def spec(self) -> RecordSpec:
+        """Its record. A dtype that files do not know is kept as bytes there."""
+        if has_file_dtype(self.dtype):
+            tensor = TensorSpec("tensor", self.dtype, self.shape)
+        else:
+            tensor = TensorSpec("tensor", torch.uint8, (self.nbytes,))
+        return RecordSpec(self.key, (tensor,))
+
+    def parts(self, piece_bytes: int) -> collections.deque[Part]:
+        """The payload cut into pieces."""
+        starts = range(0, self.nbytes, piece_bytes)
+        return collections.deque(Part(at, min(piece_bytes, self.nbytes - at)) for at in starts)
+
+
+class TensorSwapper:
+    """Keeps tensors on a drive, by key.
+
+    Safe to use from several threads. A forked child cannot use its parent's swapper and gets an
+    exception.
+
+    Args:
+        path: a directory on the drive; made if missing. Tensors live in a private folder in it,
+            which is removed by `close` or at exit.
+        host_memory_bytes: the arena through which everything moves; it bounds the memory in use,
+            not the size of a tensor.
+        aio: how the drive is driven; defaults fit an NVMe drive.
+        backend: what moves the bytes, instead of an `AioEngine` of ``aio``; closed with the
+            swapper.
+
+    Raises:
+        ConfigError: a path or a size that cannot work.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        host_memory_bytes: int = _HOST_MEMORY_BYTES,
+        aio: AioConfig | None = None,
+        backend: AioBackend | None = None,
+    ) -> None:
+        if aio is not None and backend is not None:
+            raise ConfigError("give a configuration or a backend, not both")
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._is_closed = False
+        self._stored: dict[str, _Stored] = {}
+        self._jobs: dict[_Job, None] = {}  # not ended, in the order they began
+        self._flying: dict[_Piece, None] = {}  # the same for pieces
+        self._reads: collections.deque[_Reading] = collections.deque()  # with parts to be started
+        self._failures: dict[_Job, TieringError] = {}  # of which nobody has heard yet
+        self._round = 0  # of `wait`
+        self._unwaited = 0  # transfers begun in this round and not waited for one by one
+        self._folder = SwapFolder(path)
+        self._arena = Arena(host_memory_bytes)
+        self._piece_bytes = _piece_bytes(self._arena.capacity_bytes)
+        self._backend = backend or AioEngine(aio or AioConfig())
+        self._backend.register(self._arena.memory)
+        self._tier = NvmeTier(self._folder, self._backend)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        with contextlib.suppress(TieringError):  # what is on its way already matters more
+            self.close(_ABANDON_S)
+
+    def swap_out(self, key: str, tensor: torch.Tensor) -> SwapTransfer[None]:
+        """Start writing a tensor to the drive, in place of what the key held before.
+
+        Waits for earlier transfers of the same key, and for room when the arena is full. When it
+        returns, the tensor has been copied and may be changed or freed.
+
+        Args:
+            key: any string.
+            tensor: dense, of any dtype, shape, strides and device.
+
+        Raises:
+            ConfigError: a sparse, nested, quantized or meta tensor.
+            SpaceError: the drive has no room. What the key held before may be lost, and reading it
+                raises then.
+            EngineClosedError: the swapper was closed or belongs to another process.
+        """
+        source = _dense(key, tensor)
+        with self._in_use():
+            stored = self._make_room(key, source)
+            job = _Writing(stored, stored.parts(self._piece_bytes), self._round)
+            self._begin(job)
+            try:
+                self._write(job, source)
+            except BaseException as error:
+                job.fail(_torn(stored, error))
+                self._hear(job)
+                raise
+            finally:
+                self._end_if_through(job)
+        return SwapTransfer(
+            key, wait=functools.partial(self._wait_for, job), done=lambda: self._is_done(job)
+        )
+
+    def swap_in(self, key: str, out: torch.Tensor | None = None) -> SwapTransfer[torch.Tensor]:
+        """Start reading a tensor back; ``wait()`` of the transfer returns it.
+
+        Args:
+            key: of an earlier `swap_out`, which need not have ended.
+            out: where to put it, of the same shape and dtype, contiguous, on any device; undefined
+                if the transfer fails. None: a new tensor in host memory.
+
+        Raises:
+            RecordError: no such key, it was not written whole, or ``out`` does not fit; names both
+                sizes.
+            EngineClosedError: the swapper was closed or belongs to another process.
+        """
+        with self._in_use():
+            self._advance()
+            stored = self._readable(key)
+            if out is not None:
+                _check_fits(stored, out)
+            job = _Reading(
+                stored,
+                stored.parts(self._piece_bytes),
+                self._round,
+                out=out,
+                behind=next(stored.writers(), None),
+            )
+            self._begin(job)
+            self._reads.append(job)
+            self._start_reads()
+
+        def result(timeout_s: float | None) -> torch.Tensor:
+            self._wait_for(job, timeout_s)
+            return job.result()
+
+        return SwapTransfer(key, wait=result, done=lambda: self._is_done(job))
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Wait for all transfers.
+
+        Returns:
+            How many were begun since the last call and not waited for one by one; 0 at once if none
+            was.
+
+        Raises:
+            TransferError: one of them failed; a further call tells of the next.
+            TransferTimeoutError: something is pending after ``timeout_s``; names it.
+        """
+        deadline = _deadline(timeout_s)
+        with self._in_use():
+            jobs = list(self._jobs)
+        for job in jobs:
+            self._rest(job, deadline)
+        with self._lock:
+            count, self._unwaited = self._unwaited, 0
+            self._round += 1
+            if self._failures:
+                raise self._failures.pop(next(iter(self._failures)))
+        return count
+
+    def delete(self, key: str) -> None:
+        """Wait for the key's transfers and remove it from the drive.
+
+        Raises:
+            RecordError: no such key.
+            EngineClosedError: the swapper was closed or belongs to another process.
+        """
+        with self._in_use():
+            stored = self._known(key)
+            self._settle(stored)
+            del self._stored[key]
+            if stored.has_file:
+                self._tier.delete(key)
+
+    def keys(self) -> list[str]:
+        """All keys, in the order they first came."""
+        with self._lock:
+            return list(self._stored)
+
+    def stats(self) -> SwapperStats:
+        """What is held and what was moved."""
+        with self._in_use():
+            self._advance()
+            return SwapperStats(
+                tensors=len(self._stored),
+                stored_bytes=sum(stored.nbytes for stored in self._stored.values()),
+                pending_transfers=len(self._jobs),
+                read_bytes=self._tier.read_bytes,
+                written_bytes=self._tier.written_bytes,
+                arena=self._arena.stats(),
+            )
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Wait for what is pending, at most ``timeout_s``; then give the drive and the memory back.
+
+        A second call does nothing, and so does a call in a forked child.
+
+        Raises:
+            TransferError: a transfer failed and nobody has heard of it yet.
+            TransferTimeoutError: something was still pending; names it. Everything is freed all the
+                same.
+        """
+        if self._is_closed or os.getpid() != self._pid:
+            return
+        deadline = _deadline(timeout_s)
+        try:
+            for job in list(self._jobs):
+                self._rest(job, deadline)
+        finally:
+            self._is_closed = True
+            self._tear_down(deadline)
+        if self._failures:
+            raise next(iter(self._failures.values()))
+
+    def _tear_down(self, deadline: float | None) -> None:
+        """Free everything, whatever fails on the way."""
+        with contextlib.ExitStack() as last_to_first:
+            last_to_first.callback(self._arena.close)
+            last_to_first.callback(self._folder.close)
+            last_to_first.callback(self._tier.close)
+            last_to_first.callback(lambda: self._backend.close(_left_s(deadline)))
+
+    @contextlib.contextmanager
+    def _in_use(self) -> Iterator[None]:
+        """Hold the lock, after a check that the swapper can be used here at all."""
+        if os.getpid() != self._pid:
+            raise EngineClosedError(
+                f"this swapper belongs to process {self._pid}; process {os.getpid()} was forked "
+                f"from it and must open its own"
+            )
+        with self._lock:
+            if self._is_closed:
+                raise EngineClosedError(f"the swapper on {self._folder.root} was closed")
+            yield
+
+    def _known(self, key: str) -> _Stored:
+        try:
+            return self._stored[key]
+        except KeyError:
+            nearest = difflib.get_close_matches(key, self._stored, n=1, cutoff=0.4)
+            hint = f"; the nearest is {nearest[0]!r}" if nearest else ""
+            raise RecordError(f"no tensor {key!r} among {len(self._stored)}{hint}") from None
+
+    def _readable(self, key: str) -> _Stored:
+        stored = self._known(key)
+        fault = stored.fault or next((job.error for job in stored.writers() if job.error), None)
+        if fault is not None:
+            raise _not_whole(stored, fault)
+        return stored
+
+    def _make_room(self, key: str, source: torch.Tensor) -> _Stored:
+        """The key's place on the drive, ready to be written, of the size the tensor needs."""
+        old = self._stored.get(key)
+        if old is not None:
+            self._settle(old)
+        new = _Stored(key, source.dtype, tuple(source.shape))
+        if old is not None and old.has_file:
+            if (old.dtype, old.shape) == (new.dtype, new.shape):
+                old.fault = None
+                return old
+            old.has_file = False
+            old.fault = RecordError("it was removed to make room for another size")
+            self._tier.delete(key)
+        self._tier.create(new.spec)
+        new.has_file = True
+        self._stored[key] = new
+        return new
+
+    def _begin(self, job: _Job) -> None:
+        self._jobs[job] = None
+        job.stored.jobs[job] = None
+        self._unwaited += 1
+
+    def _write(self, job: _Writing, source: torch.Tensor) -> None:
+        """Copy a tensor into slots and start writing them, up to the first write that failed."""
+        key, stream = job.stored.key, _ByteStream(source, self._piece_bytes)
+        while job.todo:
+            part = job.todo[0]
+            slot = self._allocate(part.nbytes, key)
+            try:
+                stream.read_into(_bytes_of(slot, part.nbytes))
+                transfer = self._tier.write(key, slot, part=part)
+            except BaseException:
+                slot.free()
+                raise
+            job.written[part.start_bytes] = transfer
+            self._fly(_Piece(job, part, slot, transfer))
+
+    def _start_reads(self) -> None:
+        """Start reading, in the order asked for, as far as there is room."""
+        while self._reads:
+            job = self._reads[0]
+            while job.todo:
+                part = job.todo[0]
+                slot = self._arena.try_allocate(part.nbytes, owner=job.stored.key)
+                if slot is None:
+                    return
+                try:
+                    after = job.behind.written[part.start_bytes] if job.behind else None
+                    transfer = self._tier.read(job.stored.key, slot, part=part, after=after)
+                except TieringError as error:
+                    slot.free()
+                    job.fail(_about(job, error))
+                else:
+                    self._fly(_Piece(job, part, slot, transfer))
+            self._reads.popleft()
+            self._end_if_through(job)
+
+    def _fly(self, piece: _Piece) -> None:
+        """Note that the next part of its job is in flight."""
+        self._flying[piece] = None
+        piece.job.flying[piece] = None
+        if piece.job.todo:  # it has failed otherwise
+            piece.job.todo.popleft()
+
+    def _allocate(self, nbytes: int, owner: str) -> Slot:
+        """A slot; when the arena is full, wait for the pieces that are longest under way."""
+        while (slot := self._arena.try_allocate(nbytes, owner=owner)) is None and self._flying:
+            self._land(next(iter(self._flying)))
+        return slot or self._arena.allocate(nbytes, owner=owner)
+
+    def _advance(self) -> None:
+        """Land what has ended, oldest first, and start what there is room for then."""
+        while self._flying and (piece := next(iter(self._flying))).transfer.done():
+            self._land(piece)
+        self._start_reads()
+
+    def _land(self, piece: _Piece) -> None:
+        """Wait for a piece, take what it brought, and free its slot."""
+        job = piece.job
+        try:
+            piece.transfer.wait()
+            if job.error is None:
+                job.land(piece)
+        except TieringError as error:
+            job.fail(_about(job, error))
+        except RuntimeError as error:  # torch could not allocate or copy
+            job.fail(_torn(job.stored, error))
+        del self._flying[piece], job.flying[piece]
+        piece.slot.free()
+        self._end_if_through(job)
+
+    def _land_what_is_done(self, job: _Job) -> None:
+        for piece in tuple(job.flying):
+            if piece.transfer.done():
+                self._land(piece)
+
+    def _end_if_through(self, job: _Job) -> None:
+        if job.has_ended or job.todo or job.flying:
+            return
+        job.has_ended = True
+        if isinstance(job, _Reading) and job.behind is not None:
+            self._land_what_is_done(
+                job.behind
+            )  # all of it: each part was read after it was written
+        job.end()
+        del self._jobs[job], job.stored.jobs[job]
+        if job.error is not None and not job.is_heard:
+            self._failures[job] = job.error
+
+    def _settle(self, stored: _Stored) -> None:
+        """Wait for all transfers of one key, however they end."""
+        for job in tuple(stored.jobs):
+            while not job.has_ended:
+                self._start_reads()
+                self._land(next(iter(job.flying or self._flying)))
+
+    def _rest(self, job: _Job, deadline: float | None) -> None:
+        """Wait until a job has ended, without the lock while there is nothing to do."""
+        while True:
+            with self._lock:
+                self._land_what_is_done(job)
+                self._advance()  # the last to be done: it leaves something in flight
+                if job.has_ended:
+                    return
+                piece = next(iter(job.flying or self._flying))
+            try:
+                piece.transfer.wait(_left_s(deadline))
+            except TransferTimeoutError as error:
+                raise _about(piece.job, error) from None
+            except TieringError:
+                pass  # it is told when the piece lands
+
+    def _wait_for(self, job: _Job, timeout_s: float | None) -> None:
+        self._rest(job, _deadline(timeout_s))
+        with self._lock:
+            self._hear(job)
+        if job.error is not None:
+            raise job.error
+
+    def _hear(self, job: _Job) -> None:
+        """Note that somebody was told how a job ended."""
+        if not job.is_heard and job.began_in_round == self._round:
+            self._unwaited -= 1
+        job.is_heard = True
+        self._failures.pop(job, None)
+
+    def _is_done(self, job: _Job) -> bool:
+        with self._lock:
+            self._land_what_is_done(job)
+            self._advance()
+            return job.has_ended
+
+
+class _ByteStream:
+    """A tensor's bytes in row-major order. What is not contiguous is copied a run at a time."""
+
+    def __init__(self, tensor: torch.Tensor, run_bytes: int) -> None:
+        self._runs = _runs(tensor, run_bytes)
+        self._run = torch.empty(0, dtype=torch.uint8)
+
+    def read_into(self, target: torch.Tensor) -> None:
+        """Fill a uint8 tensor with the bytes that come next."""
+        at = 0
+        while at < target.numel():
+            if not self._run.numel():
+                self._run = next(self._runs)
+            nbytes = min(target.numel() - at, self._run.numel())
+            target[at : at + nbytes].copy_(self._run[:nbytes])
+            self._run = self._run[nbytes:]
+            at += nbytes
+
+
+def _runs(tensor: torch.Tensor, run_bytes: int) -> Iterator[torch.Tensor]:
+    """Its bytes as flat tensors, in row-major order; copies have at most ``run_bytes``."""
+    if tensor.is_contiguous():
+        yield tensor.view(-1).view(torch.uint8)
+        return
+    row_bytes = tensor[0].numel() * tensor.element_size()
+    if row_bytes > run_bytes:
+        for row in tensor:
+            yield from _runs(row, run_bytes)
+    else:
+        for rows in torch.split(tensor, run_bytes // row_bytes):
+            yield rows.contiguous().view(-1).view(torch.uint8)
+
+
+def _bytes_of(slot: Slot, nbytes: int) -> torch.Tensor:
+    return slot.tensors(_bytes_spec(nbytes))["bytes"]
+
+
+@functools.lru_cache(maxsize=1024)
+def _bytes_spec(nbytes: int) -> RecordSpec:
+    return RecordSpec("piece", (TensorSpec("bytes", torch.uint8, (nbytes,)),))
+
+
+def _piece_bytes(capacity_bytes: int) -> int:
+    """How much of a tensor one slot holds."""
+    share = capacity_bytes // _PIECES_IN_FLIGHT // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+    return min(max(share, ALIGNMENT_BYTES), _PIECE_BYTES)
+
+
+def _dense(key: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its history, if it has bytes of its own."""
+    is_strided = tensor.layout is torch.strided and not tensor.is_nested
+    if not is_strided or tensor.is_quantized or tensor.is_meta:
+        raise ConfigError(
+            f"{key!r} is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}; only dense "
+            f"tensors with contents can be swapped"
+        )
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def _check_fits(stored: _Stored, out: torch.Tensor) -> None:
+    if (out.dtype, tuple(out.shape)) != (stored.dtype, stored.shape):
+        raise RecordError(
+            f"{stored.key!r} holds {stored.nbytes} bytes, {stored.dtype} of shape {stored.shape}; "
+            f"out has {out.numel() * out.element_size()} bytes, {out.dtype} of shape "
+            f"{tuple(out.shape)}"
+        )
+    if not out.is_contiguous() or out.is_meta:
+        raise RecordError(f"{stored.key!r}: out must be contiguous memory; pass None and copy")
+
+
+def _not_whole(stored: _Stored, cause: TieringError) -> RecordError:
+    error = RecordError(f"{stored.key!r} was not written whole ({cause}); swap it out again")
+    error.__cause__ = cause
+    return error
+
+
+def _about(job: _Job, error: TieringError) -> TieringError:
+    """The error with the tensor's name added to it."""
+    if not isinstance(error, TransferError):
+        return error
+    way = "out" if isinstance(job, _Writing) else "in"
+    message = f"swapping {way} {job.stored.key!r}: {error.message}"
+    named = type(error)(message, errno=error.errno or 0, path=str(error.filename))
+    named.__cause__ = error
+    return named
+
+
+def _torn(stored: _Stored, cause: BaseException) -> RecordError:
+    error = RecordError(f"the transfer of {stored.key!r} was broken off by {cause!r}")
+    error.__cause__ = cause
+    return error
+
+
+def _deadline(timeout_s: float | None) -> float | None:
+    return None if timeout_s is None else time.monotonic() + timeout_s
+
+
+def _left_s(deadline: float | None) -> float | None:
+    return None if deadline is None else max(deadline - time.monotonic(), 0.0)
