@@ -160,7 +160,7 @@ class TieredStore:
         self._device = device
         self._entries: dict[str, Entry] = {}
         self._beside: weakref.WeakSet[Arena] = weakref.WeakSet()
-        self._held: dict[str, Entry] = {}  # at home on NVMe, with a slot
+        self._held: dict[str, Entry] = {}  # at home on NVMe, with a slot; last used last
         self._moving: dict[str, Entry] = {}  # of these READING and WRITING, oldest first
         self._distance: EvictionOrder = lambda _key: 0.0
         self._relieve: Callable[[], bool] = lambda: False
@@ -218,6 +218,8 @@ class TieredStore:
             entry.leases -= 1
             raise
         entry.fetched_ahead = False
+        if key in self._held:
+            self._held[key] = self._held.pop(key)  # among equals, the one unused for longest goes first
         return Lease(self, entry, access)
 
     def end_lease(self, entry: Entry, access: Access) -> None:

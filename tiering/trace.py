@@ -79,7 +79,7 @@ class TraceCursor:
     """Follows one pass: what is expected (an earlier pass), and what happens (the recording)."""
 
     def __init__(self, expected: Trace | None) -> None:
-        self.expected = expected or Trace(())
+        self.expected = Trace(()) if expected is None else expected
         self.position = 0
         self.divergences = 0
         self._seen: list[Use] = []
@@ -88,10 +88,7 @@ class TraceCursor:
         """Note a use. The expected position moves behind it, or stays if it was not expected at all."""
         self._seen.append(use)
         away = self.expected.distance(use.key, self.position)
-        if away == 0:
-            self.position += 1
-            return
-        self.divergences += 1
+        self.divergences += away != 0
         if self.position + away < len(self.expected):
             self.position += int(away) + 1
 

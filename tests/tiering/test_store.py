@@ -1,0 +1,330 @@
+"""The store: a lease always shows the last write, wherever the bytes have been in between."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tiering.aio import AioConfig, AioEngine, FaultRule, Faults
+from tiering.aio.config import FaultAction
+from tiering.arena import Arena
+from tiering.errors import ArenaFullError, RecordError, SpaceError, TransferError
+from tiering.folder import SwapFolder
+from tiering.prefetch import Prefetcher
+from tiering.spec import RecordSpec, TensorSpec, Tier
+from tiering.store import Lease, State, TieredStore
+from tiering.tiers.device import DeviceTier
+from tiering.tiers.nvme import NvmeTier
+from tiering.trace import Access
+
+NUMEL = 3000  # 12 kB: three pages, the last one not full
+
+
+class Setup(NamedTuple):
+    """A store and what is below it."""
+
+    store: TieredStore
+    drive: NvmeTier
+    aio: AioEngine
+    folder: SwapFolder
+
+    def close(self) -> None:
+        """In the order of the layers."""
+        self.drive.close()
+        self.aio.close()
+        self.folder.close()
+
+
+def make(path: Path, *, slots: int, faults: Faults | None = None) -> Setup:
+    """A store whose arena holds that many records."""
+    arena = Arena(slots * 12288)
+    aio = AioEngine(AioConfig(block_bytes=4096), faults=faults or Faults())
+    aio.register(arena.memory)
+    folder = SwapFolder(path)
+    drive = NvmeTier(folder, aio)
+    return Setup(TieredStore(arena, DeviceTier(torch.device("cpu"))), drive, aio, folder)
+
+
+def spec(key: str) -> RecordSpec:
+    """A record of one fp32 tensor."""
+    return RecordSpec(key, (TensorSpec("x", torch.float32, (NUMEL,)),))
+
+
+def put(store: TieredStore, key: str, value: float) -> None:
+    """Overwrite with one value."""
+    with store.lease(key, Access.OVERWRITE) as lease:
+        lease["x"].fill_(value)
+
+
+def value(store: TieredStore, key: str) -> float:
+    """Read, and check that it is one value throughout."""
+    with store.lease(key) as lease:
+        first = float(lease["x"][0])
+        assert bool((lease["x"] == first).all())
+        return first
+
+
+@pytest.fixture
+def setup(tmp_path: Path) -> Iterator[Setup]:
+    """Room for three of six records on NVMe."""
+    made = make(tmp_path, slots=3)
+    for key in "abcdef":
+        made.store.create(spec(key), Tier.NVME, drive=made.drive)
+    yield made
+    made.close()
+
+
+def test_more_records_than_room_keep_their_values(setup: Setup) -> None:
+    """Six records pass through an arena of three."""
+    for number, key in enumerate("abcdef"):
+        put(setup.store, key, number)
+    assert [value(setup.store, key) for key in "abcdef"] == list(range(6))
+    with setup.store.lease("a", Access.UPDATE) as lease:
+        lease["x"].add_(10)
+    assert [value(setup.store, key) for key in "abcdef"] == [10, 1, 2, 3, 4, 5]
+
+
+def test_a_clean_record_is_evicted_without_io(setup: Setup) -> None:
+    """What is equal to the drive is only forgotten."""
+    for key in "abcdef":
+        put(setup.store, key, 1.0)
+    setup.store.flush()
+    written = setup.drive.written_bytes
+    for key in "abcdef":
+        value(setup.store, key)
+    assert setup.drive.written_bytes == written
+
+
+def test_a_prefetched_record_is_a_hit_and_an_unused_one_is_counted_as_wasted(setup: Setup) -> None:
+    """Prefetch is the same read begun earlier."""
+    for key in "abcdef":
+        put(setup.store, key, 1.0)
+    setup.store.flush()
+    for key in "abc":
+        value(setup.store, key)
+    setup.store.order_by(lambda key: {"d": 0.0, "e": 1.0}.get(key, 9.0))
+    misses = setup.store.stats.misses
+    assert setup.store.prefetch("d")
+    assert setup.store.prefetch("e")
+    assert setup.store.state("d") in (State.READING, State.CLEAN)
+    value(setup.store, "d")
+    assert setup.store.stats.misses == misses
+    setup.store.order_by(lambda key: float(key == "e"))
+    for key in "abcf":
+        value(setup.store, key)
+    assert setup.store.stats.wasted == 1
+
+
+def test_prefetch_never_evicts_what_is_used_earlier(setup: Setup) -> None:
+    """It says that there is no room instead."""
+    for key in "abcdef":
+        put(setup.store, key, 1.0)
+    setup.store.flush()
+    for key in "abc":
+        value(setup.store, key)
+    setup.store.order_by(lambda key: float("abcdef".index(key)))
+    assert not setup.store.prefetch("d")
+    assert all(setup.store.state(key) is State.CLEAN for key in "abc")
+
+
+def test_a_full_arena_names_the_holders_and_the_remedy(setup: Setup) -> None:
+    """All slots leased: the error lists them; after a release it works."""
+    for key in "abcdef":
+        put(setup.store, key, 1.0)
+    leases = [setup.store.lease(key) for key in "abc"]
+    with pytest.raises(ArenaFullError, match=r"'a'|a \(.*host_memory"):
+        setup.store.lease("d")
+    leases.pop().release()
+    assert value(setup.store, "d") == 1.0
+
+
+def test_a_record_without_contents_cannot_be_read(setup: Setup) -> None:
+    """Neither before the first overwrite nor after a discard."""
+    with pytest.raises(RecordError, match="no contents"):
+        setup.store.lease("a")
+    put(setup.store, "a", 1.0)
+    setup.store.discard("a")
+    with pytest.raises(RecordError, match="no contents"):
+        setup.store.lease("a")
+
+
+def test_a_leased_record_is_not_changed_in_place(setup: Setup) -> None:
+    """An update beside a reader is refused; an overwrite gets memory of its own."""
+    put(setup.store, "a", 1.0)
+    with setup.store.lease("a") as reader:
+        with pytest.raises(RecordError, match="other leases"):
+            setup.store.lease("a", Access.UPDATE)
+        put(setup.store, "a", 2.0)
+        assert float(reader["x"][0]) == 1.0
+    assert value(setup.store, "a") == 2.0
+
+
+@pytest.mark.parametrize("access", [Access.UPDATE, Access.OVERWRITE])
+@pytest.mark.parametrize("home", [Tier.DEVICE, Tier.HOST, Tier.NVME])
+def test_a_tensor_that_outlives_its_lease_never_changes(home: Tier, access: Access, tmp_path: Path) -> None:
+    """Whoever changes the record next gets another slot."""
+    setup = make(tmp_path, slots=4)
+    drive = setup.drive if home is Tier.NVME else None
+    setup.store.create(spec("r"), home, drive=drive)
+    put(setup.store, "r", 1.0)
+    with setup.store.lease("r") as lease:
+        alias = lease["x"][5:50]
+    with setup.store.lease("r", access) as lease:
+        lease["x"].fill_(2.0)
+    assert bool((alias == 1.0).all())
+    assert value(setup.store, "r") == 2.0
+    setup.close()
+
+
+def test_a_failed_read_is_raised_where_the_record_is_needed_and_can_be_tried_again(tmp_path: Path) -> None:
+    """A read ahead that failed is silent; the lease reads again; an error then leaves the record on the drive."""
+    rule_ = FaultRule(FaultAction.ERRNO, value=errno.EIO, writes=False)
+    setup = make(tmp_path, slots=1, faults=Faults(rules=(rule_,)))
+    for key in "ab":
+        setup.store.create(spec(key), Tier.NVME, drive=setup.drive)
+        put(setup.store, key, 3.0)
+    with pytest.raises(TransferError, match="Input/output error"):
+        value(setup.store, "a")
+    assert setup.store.state("a") is State.COLD
+    assert value(setup.store, "a") == 3.0
+    setup.close()
+
+
+def test_a_failed_write_keeps_the_bytes_and_is_raised(tmp_path: Path) -> None:
+    """The record is dirty again, and a later flush writes it."""
+    rule_ = FaultRule(FaultAction.ERRNO, value=errno.ENOSPC, reads=False)
+    setup = make(tmp_path, slots=2, faults=Faults(rules=(rule_,)))
+    setup.store.create(spec("a"), Tier.NVME, drive=setup.drive)
+    put(setup.store, "a", 3.0)
+    with pytest.raises(TransferError, match="No space left"):
+        setup.store.flush()
+    assert setup.store.state("a") is State.DIRTY
+    setup.store.flush()
+    assert setup.store.state("a") is State.CLEAN
+    assert value(setup.store, "a") == 3.0
+    setup.close()
+
+
+def test_space_is_reserved_when_a_record_is_created(tmp_path: Path) -> None:
+    """A record that the drive cannot hold is refused then, with the bytes."""
+    setup = make(tmp_path, slots=1)
+    huge = RecordSpec("huge", (TensorSpec("x", torch.uint8, (2**43,)),))
+    with pytest.raises(SpaceError):
+        setup.store.create(huge, Tier.NVME, drive=setup.drive)
+    setup.close()
+
+
+def test_a_prefetcher_learns_a_pass_and_has_no_misses_in_the_next(setup: Setup) -> None:
+    """Two records of room ahead are enough for every use to be there or on its way."""
+    pager = Prefetcher(setup.store)
+    for key in "abcdef":
+        put(setup.store, key, 1.0)
+    setup.store.flush()
+
+    def one_pass() -> None:
+        pager.begin("train")
+        for key in "abcdef":
+            pager.lease(key, Access.READ).release()
+            pager.advance()
+        pager.end()
+
+    one_pass()
+    misses = setup.store.stats.misses
+    one_pass()
+    assert setup.store.stats.misses - misses <= 1  # the first one may have been evicted last
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Any order of the store's verbs, against a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setup = make(Path("/tmp"), slots=4)  # noqa: S108 - a scratch folder, removed with the machine
+        self.values: dict[str, float] = {}
+        self.readers: list[tuple[str, float, Lease]] = []
+        self.clock = 0.0
+        for key in "abcdef":
+            self.setup.store.create(spec(key), Tier.NVME, drive=self.setup.drive)
+
+    keys = st.sampled_from("abcdef")
+
+    @rule(key=keys)
+    def overwrite(self, key: str) -> None:
+        """New contents."""
+        self.clock += 1
+        put(self.setup.store, key, self.clock)
+        self.values[key] = self.clock
+
+    @precondition(lambda self: len(self.readers) < 2)
+    @rule(key=keys)
+    def read(self, key: str) -> None:
+        """A lease that is kept for a while."""
+        if key in self.values:
+            self.readers.append((key, self.values[key], self.setup.store.lease(key)))
+
+    @precondition(lambda self: self.readers)
+    @rule()
+    def release(self) -> None:
+        """The oldest lease ends, and still shows what it showed."""
+        _, seen, lease = self.readers.pop(0)
+        assert bool((lease["x"] == seen).all())
+        lease.release()
+
+    @rule(key=keys)
+    def update(self, key: str) -> None:
+        """A change in place, where no reader forbids it."""
+        if key not in self.values or any(k == key for k, _, _ in self.readers):
+            return
+        with self.setup.store.lease(key, Access.UPDATE) as lease:
+            lease["x"].add_(0.5)
+        self.values[key] += 0.5
+
+    @rule(key=keys)
+    def discard(self, key: str) -> None:
+        """Contents are forgotten."""
+        if not any(k == key for k, _, _ in self.readers):
+            self.setup.store.discard(key)
+            self.values.pop(key, None)
+
+    @rule(key=keys)
+    def prefetch(self, key: str) -> None:
+        """A read ahead."""
+        self.setup.store.prefetch(key)
+
+    @rule(key=keys)
+    def write_back(self, key: str) -> None:
+        """A write behind."""
+        self.setup.store.write_back(key)
+
+    @rule()
+    def poll(self) -> None:
+        """Hops advance."""
+        self.setup.store.poll()
+
+    @invariant()
+    def states_agree_with_memory(self) -> None:
+        """Memory is held exactly in the states that say so."""
+        store = self.setup.store
+        for key in "abcdef":
+            held = store.state(key) not in (State.EMPTY, State.COLD)
+            assert (store.holding(key).missing_bytes == 0) == held
+
+    def teardown(self) -> None:
+        """Everything that was last written is there."""
+        for _, _, lease in self.readers:
+            lease.release()
+        for key, expected in self.values.items():
+            assert value(self.setup.store, key) == expected
+        self.setup.close()
+
+
+StoreMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+TestStoreMachine = StoreMachine.TestCase
