@@ -32,7 +32,7 @@ class Options:
         steps: most steps to train.
         seconds: no step starts later than this after the first.
         batch: windows a step.
-        lr: of AdamW, the same at every step.
+        lr: of AdamW, after the first steps have led up to it.
         seed: of weights and batches.
         model: the shape of the GPT.
         smoke: the smallest run that shows that everything works.

@@ -8,6 +8,7 @@ model's blocks and scaled, so that measuring costs no memory worth counting.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -44,16 +45,16 @@ def measure_drive(backend: AioBackend, folder: Path, *, seconds: float) -> float
     Raises:
         TransferError: a transfer failed.
     """
-    arena = Arena(2 * _FILE_BYTES)
-    backend.register(arena.memory)
-    slots = [_random_slot(arena, name) for name in ("read", "written")]
-    with tempfile.TemporaryDirectory(prefix="probe-", dir=folder) as private:
+    with contextlib.ExitStack() as closing:
+        arena = Arena(2 * _FILE_BYTES)
+        closing.callback(arena.close)
+        backend.register(arena.memory)
+        private = closing.enter_context(tempfile.TemporaryDirectory(prefix="probe-", dir=folder))
+        slots = [_random_slot(arena, name) for name in ("read", "written")]
         files = [_filled_file(backend, Path(private) / slot.owner, slot) for slot in slots]
-        try:
-            return _mixed_bytes_per_s(backend, files, slots, seconds)
-        finally:
-            for file in files:
-                file.close()
+        for file in files:
+            closing.callback(file.close)
+        return _mixed_bytes_per_s(backend, files, slots, seconds)
 
 
 def _random_slot(arena: Arena, name: str) -> Slot:

@@ -10,12 +10,14 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LinearLR
 
 from infinity.demo.corpus import batches
 from infinity.demo.options import Options
 from infinity.engine import InfinityEngine
 
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+_WARM_UP_STEPS = 10
 
 
 class Step(NamedTuple):
@@ -36,6 +38,11 @@ class Step(NamedTuple):
     torch_seconds: float | None
 
 
+def warm_up(optimizer: torch.optim.Optimizer) -> LinearLR:
+    """Lead the learning rate up to its full height; without that the first steps overshoot."""
+    return LinearLR(optimizer, start_factor=1 / _WARM_UP_STEPS, total_iters=_WARM_UP_STEPS - 1)
+
+
 class PlainTorch:
     """A copy of the model with everything in memory and torch's own AdamW, fused.
 
@@ -52,6 +59,7 @@ class PlainTorch:
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
+        self._schedule = warm_up(self._optimizer)
 
     def step(self, ids: torch.Tensor, compute_dtype: torch.dtype) -> float:
         """Train on one batch, int64 of shape (batch, context + 1); return the seconds it took."""
@@ -63,6 +71,7 @@ class PlainTorch:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
         self._optimizer.step()
+        self._schedule.step()
         self._optimizer.zero_grad()
         return time.perf_counter() - start
 
@@ -79,10 +88,12 @@ def train(
         plain: trained on the same batches in turns, or None.
     """
     drawn = batches(text, batch=options.batch, context=options.model.context, seed=options.seed)
+    schedule = warm_up(engine.optimizer)
     compute_dtype = TORCH_DTYPES[engine.stats().compute_dtype]
     end = time.perf_counter() + options.seconds
     for ids in itertools.islice(drawn, options.steps):
         step = _engine_step(engine, ids)
+        schedule.step()
         yield step._replace(torch_seconds=plain.step(ids, compute_dtype)) if plain else step
         if time.perf_counter() > end:
             return
@@ -97,7 +108,7 @@ def _engine_step(engine: InfinityEngine, ids: torch.Tensor) -> Step:
     seconds = time.perf_counter() - start
     after = engine.stats()
     return Step(
-        loss=float(loss),
+        loss=loss.item(),
         seconds=seconds,
         read_bytes=after.nvme_read_bytes - before.nvme_read_bytes,
         written_bytes=after.nvme_written_bytes - before.nvme_written_bytes,
