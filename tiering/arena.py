@@ -12,7 +12,8 @@ the slot it was made from (a user's ``.detach()``, a view saved by autograd), so
 gives its room back only when the last tensor over it is gone. The tensor's storage owns a buffer
 object, and a weak reference tells when that dies. It may die on any thread and in the middle of a
 garbage collection, even one that starts while this arena's lock is held; therefore the callback
-only appends to a queue, and the allocator looks into the queue when it is next asked.
+only appends to a queue, and the allocator looks into the queue when it is next asked. A slot may be
+freed by a finalizer, at just such moments, and takes the same way.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Arena:
         self._lock = threading.Lock()
         self._free = _FreeList(self._capacity_bytes)
         self._slots: dict[int, Slot] = {}
-        self._dead_aliases: collections.deque[_Alias] = collections.deque()
+        self._news: collections.deque[_Alias | Slot] = collections.deque()
         self._peak_bytes = 0
         self._pid = os.getpid()
 
@@ -176,11 +177,13 @@ class Arena:
             )
 
     def _drain(self) -> None:
-        """Take in which tensors have died since; give back freed slots that were kept by them."""
-        while self._dead_aliases:
-            alias = self._dead_aliases.popleft()
-            alias.slot.forget(alias)
-            self._reclaim(alias.slot)
+        """Take in which tensors have died and which slots were freed; reuse what nobody keeps."""
+        while self._news:
+            news = self._news.popleft()
+            slot = news if isinstance(news, Slot) else news.slot
+            if isinstance(news, _Alias):
+                slot.forget(news)
+            self._reclaim(slot)
 
     def _reclaim(self, slot: Slot) -> None:
         if slot.is_freed and not slot.is_aliased and self._slots.get(slot.start) is slot:
@@ -188,16 +191,21 @@ class Arena:
             self._free.give_back(slot.start, slot.nbytes)
 
     def _free_slot(self, slot: Slot) -> None:
-        """The other half of `Slot.free`."""
-        with self._lock:
-            slot.is_freed = True
-            self._drain()
-            self._reclaim(slot)
+        """The other half of `Slot.free`: never blocks, since a finalizer may be what calls it."""
+        slot.is_freed = True
+        self._news.append(slot)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._drain()
+            finally:
+                self._lock.release()
 
     def _buffer(self, slot: Slot, nbytes: int) -> tuple[object, _Alias]:
         """A fresh buffer over the slot's first bytes, and the reference that tells of its end."""
         buffer = self.memory.buffer(slot.start, nbytes)
-        return buffer, _Alias(buffer, self._dead_aliases, slot)
+        with self._lock:
+            self._drain()
+        return buffer, _Alias(buffer, self._news, slot)
 
     def _explain(self, nbytes: int, owner: str) -> str:
         with self._lock:
@@ -295,13 +303,13 @@ class _Alias(weakref.ref[object]):
 
     __slots__ = ("slot",)
 
-    def __new__(cls, buffer: object, dead: collections.deque[_Alias], slot: Slot) -> _Alias:
-        self = super().__new__(cls, buffer, dead.append)
+    def __new__(cls, buffer: object, news: collections.deque[_Alias | Slot], slot: Slot) -> _Alias:
+        self = super().__new__(cls, buffer, news.append)
         self.slot = slot
         return self
 
-    def __init__(self, buffer: object, dead: collections.deque[_Alias], slot: Slot) -> None:
-        super().__init__(buffer, dead.append)  # type: ignore[call-arg]
+    def __init__(self, buffer: object, news: collections.deque[_Alias | Slot], slot: Slot) -> None:
+        super().__init__(buffer, news.append)  # type: ignore[call-arg]
         self.slot = slot
 
 

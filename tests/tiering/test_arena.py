@@ -246,6 +246,15 @@ def test_tensors_may_die_on_any_thread_while_others_allocate() -> None:
     assert extents(arena) == (64 * PAGE, 64 * PAGE)
 
 
+def test_a_finalizer_may_free_a_slot_while_the_arena_is_at_work() -> None:
+    """A collection can start anywhere, also under the arena's lock; nothing blocks or is lost."""
+    arena = Arena(2 * PAGE)
+    slot = arena.allocate(1, owner="a")
+    with arena._lock:
+        slot.free()
+    assert extents(arena) == (2 * PAGE, 2 * PAGE)
+
+
 def test_a_freed_slot_cannot_be_used() -> None:
     """Neither by a transfer nor for a tensor; freeing it again is harmless."""
     arena = Arena(2 * PAGE)
