@@ -31,8 +31,10 @@ struct pool {
 	struct job *last;
 	struct job *ended;
 	struct job *jobs; /* queue_depth of them */
-	uint32_t running;
-	uint32_t threads;
+	pthread_t *handles;
+	uint32_t made;    /* handles */
+	uint32_t threads; /* that have not left */
+	uint32_t running; /* of them in the kernel */
 	bool woken;
 	bool stop;
 	bool abandoned; /* the last thread frees the pool */
@@ -62,6 +64,7 @@ static void pool_free(struct pool *pool)
 	pthread_cond_destroy(&pool->work);
 	pthread_cond_destroy(&pool->done);
 	pthread_mutex_destroy(&pool->lock);
+	free(pool->handles);
 	free(pool->jobs);
 	free(pool);
 }
@@ -189,7 +192,11 @@ static void threads_destroy(struct backend *backend, int64_t grace_us)
 	}
 	empty = !pool->threads;
 	pool->abandoned = !empty;
+	for (uint32_t i = 0; i < pool->made && !empty; i++)
+		pthread_detach(pool->handles[i]);
 	pthread_mutex_unlock(&pool->lock);
+	for (uint32_t i = 0; i < pool->made && empty; i++)
+		pthread_join(pool->handles[i], NULL);
 	if (empty)
 		pool_free(pool);
 	free(backend);
@@ -204,29 +211,23 @@ static const struct backend_ops threads_ops = {
         .destroy = threads_destroy,
 };
 
-/* Starts as many as the machine lets it; one is enough. Detached: a stuck one is left behind. */
+/* Starts as many as the machine lets it; one is enough. */
 static int start_threads(struct pool *pool, uint32_t count)
 {
-	pthread_attr_t attr;
-	int rc = pthread_attr_init(&attr);
+	int rc = 0;
 
-	if (rc)
-		return -rc;
-	pthread_attr_setdetachstate(&attr, PTHREAD_CREATE_DETACHED);
+	pool->handles = calloc(count, sizeof(*pool->handles));
+	if (!pool->handles)
+		return -ENOMEM;
 	pthread_mutex_lock(&pool->lock);
-	while (pool->threads < count) {
-		pthread_t thread;
-
-		rc = pthread_create(&thread, &attr, pool_thread, pool);
-		if (rc)
-			break;
-		pthread_setname_np(thread, "aio-pool");
-		pool->threads++;
+	while (pool->made < count && !rc) {
+		rc = pthread_create(&pool->handles[pool->made], NULL, pool_thread, pool);
+		if (!rc)
+			pthread_setname_np(pool->handles[pool->made++], "aio-pool");
 	}
-	rc = pool->threads ? 0 : -rc;
+	pool->threads = pool->made;
 	pthread_mutex_unlock(&pool->lock);
-	pthread_attr_destroy(&attr);
-	return rc;
+	return pool->made ? 0 : -rc;
 }
 
 static struct pool *pool_new(uint32_t queue_depth)

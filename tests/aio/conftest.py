@@ -1,0 +1,101 @@
+"""An engine with a file and memory, on either backend."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tiering.aio import AioConfig, AioEngine, AioFile, AioTransfer, Faults, PinnedMemory
+from tiering.aio.backend import FileInfo
+from tiering.errors import ConfigError
+
+MEMORY_BYTES = 8 * 2**20
+HALF = MEMORY_BYTES // 2
+PATTERN = bytes(range(251)) * (HALF // 251 + 1)
+
+
+@dataclasses.dataclass
+class Bench:
+    """One file, and memory of which the first half is written and the second read into."""
+
+    engine: AioEngine
+    file: AioFile
+    memory: PinnedMemory
+
+    @property
+    def info(self) -> FileInfo:
+        """How the file can be reached."""
+        return self.file.info
+
+    def write(
+        self, at: int, nbytes: int, offset: int, after: AioTransfer | None = None
+    ) -> AioTransfer:
+        """Start writing from the first half."""
+        return self.engine.write(
+            self.file, self.memory, at=at, nbytes=nbytes, offset=offset, after=after
+        )
+
+    def read(
+        self, at: int, nbytes: int, offset: int, after: AioTransfer | None = None
+    ) -> AioTransfer:
+        """Start reading into the second half."""
+        return self.engine.read(
+            self.file, self.memory, at=HALF + at, nbytes=nbytes, offset=offset, after=after
+        )
+
+    def is_same(self, at: int, nbytes: int) -> bool:
+        """Whether what was read is what was written."""
+        written = self.memory.buffer(at, nbytes)
+        return bytes(written) == bytes(self.memory.buffer(HALF + at, nbytes))
+
+    def round_trip(self, at: int, nbytes: int, offset: int) -> bool:
+        """Write and read back; whether the bytes are the same."""
+        self.memory.buffer(HALF + at, nbytes)[:] = bytes(nbytes)
+        self.read(at, nbytes, offset, after=self.write(at, nbytes, offset)).wait()
+        return self.is_same(at, nbytes)
+
+
+MakeBench = Callable[..., Bench]
+
+
+@pytest.fixture(scope="session")
+def has_uring() -> bool:
+    """Whether this machine lets us have a ring."""
+    try:
+        AioEngine(AioConfig(backend="uring")).close()
+    except ConfigError:
+        return False
+    return True
+
+
+@pytest.fixture(params=["uring", "threads"], scope="module")
+def backend(request: pytest.FixtureRequest, has_uring: bool) -> str:
+    """Each backend in turn."""
+    if request.param == "uring" and not has_uring:
+        pytest.skip("io_uring is refused on this machine")
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def make_bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeBench]:
+    """Makes benches; what is still open at the end of the module is closed at once."""
+    made: list[Bench] = []
+
+    def make(
+        backend: str, *, faults: Faults | None = None, folder: Path | None = None, **options: int
+    ) -> Bench:
+        path = (folder or tmp_path_factory.mktemp("aio")) / "data.bin"
+        path.touch()
+        memory = PinnedMemory(MEMORY_BYTES)
+        memory.buffer(0, HALF)[:] = PATTERN[:HALF]
+        config = AioConfig(backend=backend, **{"block_bytes": 65536, **options})
+        engine = AioEngine(config, faults=faults)
+        made.append(Bench(engine, engine.open(str(path)), memory))
+        return made[-1]
+
+    yield make
+    for bench in made:
+        bench.engine.close(0)
