@@ -1,4 +1,5 @@
-"""Train models larger than GPU and host memory, by paging weights and optimizer state between GPU, host and NVMe.
+"""Train models larger than GPU and host memory, by paging weights and optimizer state between GPU,
+host and NVMe.
 
     engine, optimizer, _, _ = infinity.initialize(model=model, config="ds_config.json")
     for batch in data:
@@ -6,7 +7,8 @@
         engine.backward(loss)
         engine.step()
 
-The modules, in the order in which bytes pass through them: `config`, `scopes`, `partition`, `plan`, `parameters`, `unit`,
+The modules, in the order in which bytes pass through them: `config`, `scopes`, `partition`, `plan`,
+    `parameters`, `unit`,
 `gradients`, `schedule`, `hooks`, `adam`, `optimizer`, `engine`; `comm` is the way to other ranks.
 """
 
@@ -22,7 +24,7 @@ from torch import nn
 from infinity.config import AdamParams, Config, Optimizer, load_config
 from infinity.engine import EngineStats, InfinityEngine
 from infinity.optimizer import PagedAdam
-from tiering.aio.engine import Faults
+from tiering.aio import Faults
 from tiering.errors import ConfigError, EngineClosedError
 
 __all__ = [
@@ -51,11 +53,13 @@ def initialize(  # noqa: PLR0913 - the arguments people already pass
     """Page a model's weights and optimizer state as the configuration says.
 
     Args:
-        model: on one device, with parameters of floating types. Its parameters stay its own objects with their names and
-            shapes; their type becomes the compute type.
+        model: on one device, with parameters of floating types. Its parameters stay its own objects
+            with their names and shapes; their type becomes the compute type.
         config: a mapping or a JSON file with DeepSpeed's keys.
-        optimizer: a `torch.optim.Adam` or `AdamW` whose parameter groups are taken over, instead of the config's section.
-        model_parameters: parameters or groups to train, for the config's optimizer; all trainable ones if None.
+        optimizer: a `torch.optim.Adam` or `AdamW` whose parameter groups are taken over, instead of
+            the config's section.
+        model_parameters: parameters or groups to train, for the config's optimizer; all trainable
+            ones if None.
         lr_scheduler: handed back as it is; it should steer the returned optimizer.
         faults: for tests: what goes wrong in the I/O below.
 
@@ -63,7 +67,8 @@ def initialize(  # noqa: PLR0913 - the arguments people already pass
         engine, optimizer, None, lr_scheduler.
 
     Raises:
-        ConfigError: the configuration, the model or the optimizer cannot work; nothing has been changed.
+        ConfigError: the configuration, the model or the optimizer cannot work; nothing has been
+            changed.
         SpaceError: the drive cannot hold the state.
     """
     checked = load_config(config)
@@ -100,9 +105,7 @@ def _from_torch(optimizer: torch.optim.Optimizer) -> _Groups:
     return groups, {"lr": 1e-3}
 
 
-def _from_config(
-    section: Optimizer, model: nn.Module, parameters: Iterable[Any] | None
-) -> _Groups:
+def _from_config(section: Optimizer, model: nn.Module, parameters: Iterable[Any] | None) -> _Groups:
     """Groups by the config's section."""
     params: AdamParams = section.params
     decoupled = section.type == "AdamW" if params.adam_w_mode is None else params.adam_w_mode

@@ -1,8 +1,9 @@
-"""One Adam step over a piece of optimizer state, in place: the only optimizer arithmetic in the package.
+"""One Adam step over a piece of optimizer state, in place: the only optimizer arithmetic in the
+package.
 
-It is torch's own arithmetic. The default kernel gives torch's bits for every element; the fused one makes a single pass
-over memory and differs from it in the last bit, as it does in torch. Both give the same bits for an element wherever its
-piece was cut (at a multiple of 16).
+It is torch's own arithmetic. The default kernel gives torch's bits for every element; the fused one
+makes a single pass over memory and differs from it in the last bit, as it does in torch. Both give
+the same bits for an element wherever its piece was cut (at a multiple of 16).
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import torch
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
-
-_PIECE_NUMEL = 2**18  # the default kernel makes nine passes: what one piece needs stays in the cache
+_PIECE_NUMEL = (
+    2**18
+)  # the default kernel makes nine passes: what one piece needs stays in the cache
 
 
 class AdamSettings(NamedTuple):
@@ -50,7 +52,8 @@ def adam_step(state: AdamState, grad: torch.Tensor, *, step: int, settings: Adam
         settings: hyper-parameters.
 
     Source:
-        Kingma and Ba, "Adam", algorithm 1; Loshchilov and Hutter, "Decoupled Weight Decay Regularization", algorithm 2.
+        Kingma and Ba, "Adam", algorithm 1; Loshchilov and Hutter, "Decoupled Weight Decay
+        Regularization", algorithm 2.
     """
     numel = grad.numel()
     piece = numel if settings.fused else _PIECE_NUMEL
@@ -59,9 +62,7 @@ def adam_step(state: AdamState, grad: torch.Tensor, *, step: int, settings: Adam
         _step_piece(AdamState(*(t[part] for t in state)), grad[part], step=step, settings=settings)
 
 
-def _step_piece(
-    state: AdamState, grad: torch.Tensor, *, step: int, settings: AdamSettings
-) -> None:
+def _step_piece(state: AdamState, grad: torch.Tensor, *, step: int, settings: AdamSettings) -> None:
     kernel = adamw if settings.decoupled else adam
     kernel(
         [state.master],
@@ -69,7 +70,9 @@ def _step_piece(
         [state.exp_avg],
         [state.exp_avg_sq],
         [],
-        [torch.tensor(float(step - 1), device=grad.device)],  # the kernel counts up before it uses it
+        [
+            torch.tensor(float(step - 1), device=grad.device)
+        ],  # the kernel counts up before it uses it
         foreach=False,
         fused=settings.fused,
         amsgrad=False,

@@ -12,7 +12,8 @@ import torch.distributed as dist
 class Communicator:
     """The ranks that share each unit.
 
-    Without an initialised process group there is one rank. A launcher (torchrun) makes the group; this class only uses it.
+    Without an initialised process group there is one rank. A launcher (torchrun) makes the group;
+    this class only uses it.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """The configuration: DeepSpeed-style JSON in, frozen typed models out, once, at the edge.
 
-Sections and keys have DeepSpeed's names; the package's own keys are in the section ``tiering``. Every key that is not a
-field below is refused, with the nearest one named, so that a misspelt key never passes for a setting. All problems
-of a file are reported together.
+Sections and keys have DeepSpeed's names; the package's own keys are in the section ``tiering``.
+Every key that is not a field below is refused, with the nearest one named, so that a misspelt key
+never passes for a setting. All problems of a file are reported together.
 """
 
 from __future__ import annotations
@@ -18,7 +18,16 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from tiering.errors import ConfigError
 
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
 
 
 def _whole(value: object) -> object:
@@ -116,7 +125,9 @@ class Bf16(_Section):
     """``bf16``."""
 
     enabled: bool = False
-    """Weights are stored as bf16, gradients rounded to bf16, the update done on fp32 master weights."""
+    """Weights are stored as bf16, gradients rounded to bf16, the update done on fp32 master
+    weights.
+    """
 
 
 class Fp16(_Section):
@@ -130,12 +141,16 @@ class AdamParams(_Section):
     """``optimizer.params`` of Adam and AdamW; torch's defaults."""
 
     lr: Annotated[float, Field(ge=0)] = 1e-3
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (
+        0.9,
+        0.999,
+    )
     eps: Annotated[float, Field(ge=0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] | None = None
     """None: torch's default of the type, 0.01 for AdamW and 0 for Adam."""
     fused: bool = False
-    """True: torch's fused kernel, which is faster and differs from the default one in the last bit."""
+    """True: torch's fused kernel, which is faster and differs from the default one in the last bit.
+    """
     torch_adam: bool = False
     """No effect: the update is torch's own kernel."""
     adam_w_mode: bool | None = None
@@ -176,9 +191,13 @@ class Tiering(_Section):
     """``tiering``: this package's own settings."""
 
     host_memory: Bytes | Auto = "auto"
-    """Bytes of the one host arena, or text such as "8GiB". auto: gradients and working buffers for NVMe, everything for cpu."""
+    """Bytes of the one host arena, or text such as "8GiB". auto: gradients and working buffers for
+    NVMe, everything for cpu.
+    """
     compute_dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Type the model computes in. auto: the storage type where the device has fast matrix units for it, else fp32."""
+    """Type the model computes in. auto: the storage type where the device has fast matrix units for
+    it, else fp32.
+    """
     aio_backend: Literal["auto", "uring", "threads"] = "auto"
     """auto falls back to threads where io_uring is not to be had; a named one is an error then."""
     max_unit_numel: Positive = 2**28
@@ -209,7 +228,10 @@ class Config(_Section):
     @model_validator(mode="after")
     def _nvme_has_a_path(self) -> Config:
         zero = self.zero_optimization
-        sections = {"offload_param": zero.offload_param, "offload_optimizer": zero.offload_optimizer}
+        sections: dict[str, OffloadParam | OffloadOptimizer] = {
+            "offload_param": zero.offload_param,
+            "offload_optimizer": zero.offload_optimizer,
+        }
         paths = {name: s.nvme_path for name, s in sections.items() if s.nvme_path}
         missing = [n for n, s in sections.items() if s.device == "nvme" and not s.nvme_path]
         if missing:
@@ -273,7 +295,9 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, object]) -> Config
         return Config.model_validate(_mapping(source))
     except ValidationError as error:
         problems = "\n".join(f"  - {line}" for line in _problems(error))
-        raise ConfigError(f"the configuration has {error.error_count()} problem(s):\n{problems}") from None
+        raise ConfigError(
+            f"the configuration has {error.error_count()} problem(s):\n{problems}"
+        ) from None
 
 
 def _mapping(source: str | os.PathLike[str] | Mapping[str, object]) -> dict[str, object]:
@@ -282,7 +306,9 @@ def _mapping(source: str | os.PathLike[str] | Mapping[str, object]) -> dict[str,
     try:
         loaded = json.loads(Path(source).read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
-        raise ConfigError(f"the configuration file {os.fspath(source)!r} cannot be read: {error}") from error
+        raise ConfigError(
+            f"the configuration file {os.fspath(source)!r} cannot be read: {error}"
+        ) from error
     if not isinstance(loaded, dict):
         raise ConfigError(f"the configuration file {os.fspath(source)!r} must hold a JSON object")
     return loaded

@@ -1,7 +1,8 @@
 """The engine: owns everything, brackets the passes, closes what it opened.
 
-A training cycle is ``engine(batch)``, ``engine.backward(loss)``, ``engine.step()``. Everything else happens at module
-boundaries (`schedule`), in autograd (`hooks`, `gradients`) and in the update (`optimizer`).
+A training cycle is ``engine(batch)``, ``engine.backward(loss)``, ``engine.step()``. Everything else
+happens at module boundaries (`schedule`), in autograd (`hooks`, `gradients`) and in the update
+(`optimizer`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from infinity.schedule import Schedule
 from infinity.scopes import Group, Scope, find_scopes
 from infinity.unit import Home, Records, Unit
 from tiering import records as record_files
-from tiering.aio.engine import AioConfig, AioEngine, Faults
+from tiering.aio import AioConfig, AioEngine, Faults
 from tiering.arena import Arena
 from tiering.errors import ConfigError, EngineClosedError
 from tiering.folder import SwapFolder
@@ -230,8 +231,10 @@ class InfinityEngine:
             arena_peak_bytes=arena.peak_bytes,
             arena_huge_bytes=self._arena.memory.page_report().huge_bytes,
             device_spare_bytes=self._device_tier.spare_bytes(),
-            nvme_read_bytes=sum(d.tier.read_bytes for d in self._drives.values()) - self._initial[0],
-            nvme_written_bytes=sum(d.tier.written_bytes for d in self._drives.values()) - self._initial[1],
+            nvme_read_bytes=sum(d.tier.read_bytes for d in self._drives.values())
+            - self._initial[0],
+            nvme_written_bytes=sum(d.tier.written_bytes for d in self._drives.values())
+            - self._initial[1],
             prefetch_hits=store.hits,
             prefetch_misses=store.misses,
             prefetch_wasted=store.wasted,
@@ -243,7 +246,8 @@ class InfinityEngine:
         )
 
     def close(self) -> None:
-        """Wait for what is under way, remove the swap folder, and leave the model with released parameters.
+        """Wait for what is under way, remove the swap folder, and leave the model with released
+        parameters.
 
         A second call does nothing.
         """
@@ -262,7 +266,9 @@ class InfinityEngine:
 
     def _check_open(self) -> None:
         if os.getpid() != self._pid:
-            raise EngineClosedError(f"this engine belongs to process {self._pid}, not to this forked one")
+            raise EngineClosedError(
+                f"this engine belongs to process {self._pid}, not to this forked one"
+            )
         if not self._finalizer.alive:
             raise EngineClosedError("the engine was closed")
 
@@ -298,7 +304,9 @@ class InfinityEngine:
             gradients=list(gradients.values()),
             pager=self._pager,
             store=self._store,
-            max_norm=0.0 if self.config.gradient_clipping == "auto" else self.config.gradient_clipping,
+            max_norm=0.0
+            if self.config.gradient_clipping == "auto"
+            else self.config.gradient_clipping,
         )
         self._closing.callback(self._hooks.remove)
         os.register_at_fork(after_in_child=_forsaking(self._schedule))
@@ -411,7 +419,8 @@ class InfinityEngine:
         tiers = [drive.tier for drive in self._drives.values()]
         self._initial = (sum(t.read_bytes for t in tiers), sum(t.written_bytes for t in tiers))
         self._state_bytes = sum(
-            u.layout.shard_numel * (self._storage_dtype.itemsize + (STATE_BYTES if u.trained else 0))
+            u.layout.shard_numel
+            * (self._storage_dtype.itemsize + (STATE_BYTES if u.trained else 0))
             for u in units
         )
         return gradients
@@ -446,7 +455,9 @@ def _forsaking(schedule: Schedule) -> Callable[[], None]:
 def _device_of(model: nn.Module) -> torch.device:
     devices = {p.device for p in model.parameters()}
     if len(devices) != 1:
-        raise ConfigError(f"the model's parameters must be on one device, found {sorted(map(str, devices))}")
+        raise ConfigError(
+            f"the model's parameters must be on one device, found {sorted(map(str, devices))}"
+        )
     device = devices.pop()
     if device.type == "cpu" and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())

@@ -1,11 +1,12 @@
 """Gradients: from the parameters to the unit's gradient record, as they are produced.
 
 Note: the trip of a gradient
-----------------------------
-Autograd finishes a parameter's gradient; `UnitGradients.deposit` rounds it into its place in the unit's buffer and lets the original
-go. When the unit's backward is over, `close` averages over ranks (`reduce_scatter`) and the own part is the record, in host
-memory (or on the drive, when its budget cannot hold all). With one rank the buffer *is* the record. More
-micro-batches add to what is there. Parameters that got no gradient stay marked as such, and the update skips them, as torch does.
+---------------------------- Autograd finishes a parameter's gradient; `UnitGradients.deposit`
+rounds it into its place in the unit's buffer and lets the original go. When the unit's backward is
+over, `close` averages over ranks (`reduce_scatter`) and the own part is the record, in host memory
+(or on the drive, when its budget cannot hold all). With one rank the buffer *is* the record. More
+micro-batches add to what is there. Parameters that got no gradient stay marked as such, and the
+update skips them, as torch does.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ class UnitGradients:
         store: forgets it after the update.
     """
 
-    def __init__(self, unit: Unit, pager: Prefetcher, store: TieredStore, comm: Communicator) -> None:
+    def __init__(
+        self, unit: Unit, pager: Prefetcher, store: TieredStore, comm: Communicator
+    ) -> None:
         self.unit = unit
         self.arrived: set[int] = set()
         """Parameters that got a gradient in this cycle, by index."""
@@ -63,7 +66,9 @@ class UnitGradients:
         return self._pending <= 0
 
     def close(self) -> None:
-        """The unit's backward is over: reduce, and let the record go. Nothing to do if nothing came."""
+        """The unit's backward is over: reduce, and let the record go. Nothing to do if nothing
+        came.
+        """
         self._pending = len(self.unit.parameters)
         if self._lease is None or self._whole is None:
             return

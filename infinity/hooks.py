@@ -1,13 +1,15 @@
 """Attaches the schedule to a model's modules and to autograd.
 
 Note: what autograd saves
--------------------------
-A forward saves views of weights (``weight.t()``) for backward. Held as tensors they would keep the unit's memory between
-forward and backward, which is what paging is there to avoid. So while the model runs, a saved tensor that lies in a
-unit's flat buffer is packed as its place (unit, offset, sizes, strides), and unpacked as a view of wherever the unit is then.
-The weights must be the same then; if they were changed in between, that is the same error as in torch.
+------------------------- A forward saves views of weights (``weight.t()``) for backward. Held as
+tensors they would keep the unit's memory between forward and backward, which is what paging is
+there to avoid. So while the model runs, a saved tensor that lies in a unit's flat buffer is packed
+as its place (unit, offset, sizes, strides), and unpacked as a view of wherever the unit is then.
+The weights must be the same then; if they were changed in between, that is the same error as in
+torch.
 
-What would break it: a saved tensor of memory that merely used to be a unit's. Packing asks for the storage's address
+What would break it: a saved tensor of memory that merely used to be a unit's. Packing asks for the
+    storage's address
 among the units present now, and a slot is not reused while an old view of it lives.
 """
 
@@ -71,7 +73,9 @@ class Hooks:
         )
 
     def copy_on_state_dict(self, module: nn.Module) -> None:
-        """Have ``state_dict()`` return ordinary copies of the module's own parameters, unit after unit."""
+        """Have ``state_dict()`` return ordinary copies of the module's own parameters, unit after
+        unit.
+        """
 
         def before(_module: nn.Module, _prefix: str, _keep_vars: bool) -> None:  # noqa: FBT001
             self._schedule.begin_copy()
@@ -103,7 +107,7 @@ class Hooks:
         if unit is None or tensor.dtype != unit.compute_dtype:
             return tensor
         return SavedView(
-            unit, unit.version, tensor.size(), tensor.stride(), tensor.storage_offset()
+            unit, unit.version, tensor.size(), tensor.stride(), int(tensor.storage_offset())
         )
 
     def _unpack(self, saved: SavedView | torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,10 @@
 """The update: tile by tile through the arena, reads ahead and writes behind.
 
 Note: the trip of a tile
-------------------------
-Its ``read`` was started earlier, by the trace. `_update_tile` widens the gradient, makes one Adam ``step`` in place in the arena,
-and ``publish``es the new weights into the unit's new shard (rounded to the storage type). The tile's ``write`` starts at
-once and runs behind the next tile's step; the shard's when its last tile is done. Units go last to first, so the shards
+------------------------ Its ``read`` was started earlier, by the trace. `_update_tile` widens the
+gradient, makes one Adam ``step`` in place in the arena, and ``publish``es the new weights into the
+unit's new shard (rounded to the storage type). The tile's ``write`` starts at once and runs behind
+the next tile's step; the shard's when its last tile is done. Units go last to first, so the shards
 that the next forward needs first were written last and are still in the arena.
 """
 
@@ -38,7 +38,8 @@ class PagedAdam(torch.optim.Optimizer):
 
     Args:
         groups: as torch's optimizers take them; the parameters are the model's.
-        defaults: values for what a group leaves out: lr, betas, eps, weight_decay, decoupled, fused.
+        defaults: values for what a group leaves out: lr, betas, eps, weight_decay, decoupled,
+            fused.
         gradients: one a trained unit, in the order of the model.
         pager: leases records and fetches ahead.
         store: writes behind.
@@ -73,7 +74,9 @@ class PagedAdam(torch.optim.Optimizer):
             ValueError: a closure was given; the forward belongs to the engine.
         """
         if closure is not None:
-            raise ValueError("a closure is not supported; call engine(...), engine.backward(...), engine.step()")
+            raise ValueError(
+                "a closure is not supported; call engine(...), engine.backward(...), engine.step()"
+            )
         active = [g for g in reversed(self._gradients) if g.arrived]
         self._pager.advance()
         scale = self._clip_scale(active)
@@ -89,7 +92,9 @@ class PagedAdam(torch.optim.Optimizer):
 
     def state_dict(self) -> NoReturn:
         """Refuse: the state is paged."""
-        raise NotImplementedError("the optimizer's state is paged out and cannot be returned as one dictionary")
+        raise NotImplementedError(
+            "the optimizer's state is paged out and cannot be returned as one dictionary"
+        )
 
     def load_state_dict(self, state_dict: Any) -> NoReturn:  # noqa: ANN401
         """Refuse, for the same reason."""

@@ -1,14 +1,15 @@
 """Parameters that stay the user's while their memory is elsewhere.
 
 Note: a released parameter
---------------------------
-On release a parameter keeps its identity, name, shape and type. Its data becomes one element (NaN, so that nothing can
-compute with it unnoticed) seen at the true shape with strides of zero, and its class becomes a `ReleasedParameter`. That class
-answers questions about shape and type as if the parameter were there; any other use first fetches the unit, which
-gives the parameter its memory and its plain class back, and then goes on. A present parameter is a plain
+-------------------------- On release a parameter keeps its identity, name, shape and type. Its data
+becomes one element (NaN, so that nothing can compute with it unnoticed) seen at the true shape with
+strides of zero, and its class becomes a `ReleasedParameter`. That class answers questions about
+shape and type as if the parameter were there; any other use first fetches the unit, which gives the
+parameter its memory and its plain class back, and then goes on. A present parameter is a plain
 `nn.Parameter` and costs nothing.
 
-What would break it: memory given to something else while a tensor still looks at it. Slots are reused only when the last tensor
+What would break it: memory given to something else while a tensor still looks at it. Slots are
+    reused only when the last tensor
 over them is gone, so an alias taken by ``p.detach()`` or ``p.data`` stays what it was.
 """
 
@@ -34,11 +35,11 @@ class Pager(Protocol):
         ...
 
 
-def _getters(*names: str) -> Iterator[Callable[..., Any]]:
-    """The functions behind attribute access, of those attributes that this torch has."""
+def _accessors(accessor: str, *names: str) -> Iterator[Callable[..., Any]]:
+    """The functions behind reading, setting or deleting attributes, of those this torch has."""
     for name in names:
         if hasattr(torch.Tensor, name):
-            yield getattr(torch.Tensor, name).__get__
+            yield getattr(getattr(torch.Tensor, name), accessor)
 
 
 def _methods(*names: str) -> Iterator[Callable[..., Any]]:
@@ -51,8 +52,8 @@ def _methods(*names: str) -> Iterator[Callable[..., Any]]:
 # What can be answered without the data: the stub has the true shape, type and autograd state.
 _METADATA: frozenset[Callable[..., Any]] = frozenset(
     [
-        *_getters(
-            "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad", "grad_fn", "is_cpu",
+        *_accessors(
+            "__get__", "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad", "grad_fn", "is_cpu",
             "is_cuda", "is_meta", "is_sparse", "is_quantized", "is_nested", "itemsize", "nbytes", "names", "name",
             "output_nr", "retains_grad", "_version", "_base", "_grad", "_grad_fn", "_backward_hooks",
             "_post_accumulate_grad_hooks",
@@ -62,11 +63,10 @@ _METADATA: frozenset[Callable[..., Any]] = frozenset(
             "is_signed", "is_inference", "get_device", "register_hook", "register_post_accumulate_grad_hook",
             "requires_grad_", "retain_grad", "_is_view", "__len__", "__hash__",
         ),
-        torch.Tensor.requires_grad.__set__,
-        torch.Tensor.grad.__set__,
-        torch.Tensor.grad.__delete__,
-        torch.Tensor._backward_hooks.__set__,  # noqa: SLF001
-        torch.Tensor._post_accumulate_grad_hooks.__set__,  # noqa: SLF001
+        *_accessors(
+            "__set__", "requires_grad", "grad", "_backward_hooks", "_post_accumulate_grad_hooks"
+        ),
+        *_accessors("__delete__", "grad"),
         torch.numel,
         torch.is_floating_point,
         torch.is_complex,
@@ -78,8 +78,10 @@ _METADATA: frozenset[Callable[..., Any]] = frozenset(
 # What hands out memory that can be changed without autograd's version counter noticing.
 _EXPOSING: frozenset[Callable[..., Any]] = frozenset(
     [
-        *_getters("data"),
-        *_methods("detach", "numpy", "untyped_storage", "storage", "data_ptr", "__array__", "__dlpack__"),
+        *_accessors("__get__", "data"),
+        *_methods(
+            "detach", "numpy", "untyped_storage", "storage", "data_ptr", "__array__", "__dlpack__"
+        ),
     ]
 )
 
@@ -142,7 +144,7 @@ class ReleasedParameter(nn.Parameter):
         """Refuse: a copy would gather the whole model."""
         _refuse_copy()
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:  # noqa: ANN401 # type: ignore[override]
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:  # noqa: ANN401
         """Refuse, for the same reason."""
         _refuse_copy()
 

@@ -1,6 +1,8 @@
-"""How large the arena is and how the optimizer state is cut: a sum over the actual records, term by term.
+"""How large the arena is and how the optimizer state is cut: a sum over the actual records, term by
+term.
 
-Pure. It is made before any work starts, so that a budget that cannot do is refused with the sum that shows why.
+Pure. It is made before any work starts, so that a budget that cannot do is refused with the sum
+that shows why.
 """
 
 from __future__ import annotations
@@ -111,7 +113,9 @@ _Term = tuple[str, int]
 
 
 def _kept(units: Sequence[UnitSize], homes: Homes, types: Types) -> list[_Term]:
-    """Records at home in the arena; one shard more, for an update while the old weights are still looked at."""
+    """Records at home in the arena; one shard more, for an update while the old weights are still
+    looked at.
+    """
     terms = []
     if homes.shards is Tier.HOST:
         shards = [aligned_bytes(u.shard_numel * types.storage_bytes) for u in units]
@@ -141,7 +145,10 @@ def _gradients(units: Sequence[UnitSize], homes: Homes, types: Types) -> _Term:
 def _spilled_gradients(units: Sequence[UnitSize], types: Types) -> _Term:
     """One produced, one on its way to or from the drive."""
     largest = max((u.shard_numel for u in units if u.trained), default=0)
-    return ("gradients on their way to the drive", 2 * aligned_bytes(largest * types.gradient_bytes))
+    return (
+        "gradients on their way to the drive",
+        2 * aligned_bytes(largest * types.gradient_bytes),
+    )
 
 
 def _passing(

@@ -1,12 +1,13 @@
-"""What happens to units at module boundaries: gather before use, release after, fetch ahead meanwhile.
+"""What happens to units at module boundaries: gather before use, release after, fetch ahead
+meanwhile.
 
 Note: when a unit is released
------------------------------
-In forward, when the scope that needed it is left, unless the trace expects it next. In backward, when all its gradients have
-arrived; if that never happens (frozen or unused parameters, a tied weight used elsewhere) when backward enters another
-scope, and at the latest when backward ends. A unit fetched by an access from outside its scope goes when another one
-is fetched so, at the next boundary of a pass, or under pressure for room. Releasing early is never wrong: whoever needs the
-unit again fetches it.
+----------------------------- In forward, when the scope that needed it is left, unless the trace
+expects it next. In backward, when all its gradients have arrived; if that never happens (frozen or
+unused parameters, a tied weight used elsewhere) when backward enters another scope, and at the
+latest when backward ends. A unit fetched by an access from outside its scope goes when another one
+is fetched so, at the next boundary of a pass, or under pressure for room. Releasing early is never
+wrong: whoever needs the unit again fetches it.
 """
 
 from __future__ import annotations
@@ -110,7 +111,9 @@ class Schedule:
         """Called by whatever notices first that backward is running."""
         if not self._in_backward:
             self._in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)  # type: ignore[attr-defined]  # noqa: SLF001
+            torch.autograd.Variable._execution_engine.queue_callback(  # noqa: SLF001
+                self.end_backward
+            )
 
     def end_backward(self) -> None:
         """Backward has ended."""
@@ -155,7 +158,9 @@ class Schedule:
 
     def relieve(self) -> bool:
         """Make arena room by releasing units nobody is using. Returns whether that helped."""
-        idle = [u for u in self._units if u.holds_arena and not self._active[u] and not u.is_changed]
+        idle = [
+            u for u in self._units if u.holds_arena and not self._active[u] and not u.is_changed
+        ]
         for unit in idle:
             self._release(unit)
         return bool(idle)

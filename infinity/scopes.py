@@ -1,10 +1,12 @@
-"""Which parameters are gathered together: from the module tree to scopes and their parameter groups.
+"""Which parameters are gathered together: from the module tree to scopes and their parameter
+groups.
 
-A *scope* is a module whose forward needs certain parameters present: an element of a `ModuleList` or `Sequential` (a
-transformer block, normally) with everything below it, a leaf module outside of those, or a module that owns
-parameters directly. Each parameter belongs to the first scope that holds it; a tied parameter is needed by several scopes
-and stored once. Within a scope parameters of one type and one kind (trained or frozen) form a group, and each group
-becomes a unit.
+A *scope* is a module whose forward needs certain parameters present: an element of a `ModuleList`
+    or `Sequential` (a
+transformer block, normally) with everything below it, a leaf module outside of those, or a module
+that owns parameters directly. Each parameter belongs to the first scope that holds it; a tied
+parameter is needed by several scopes and stored once. Within a scope parameters of one type and one
+kind (trained or frozen) form a group, and each group becomes a unit.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """The unit: parameters that are gathered, used and released together.
 
 Note: the trip of a shard
--------------------------
-``read`` (drive to arena) and ``upload`` (arena to device) end with the lease and the device tier; `Unit.gather` then puts all
-ranks' shards together (`all_gather`) and widens them if the model computes in another type than it stores. Each
-parameter becomes a view of that flat buffer. `Unit.release` takes the views away again; if the user changed a parameter
-meanwhile, the change is kept first (`adopt`). On a CPU with one rank and one type none of these hops has work to do, and the
-parameters are views of the arena slot itself.
+------------------------- ``read`` (drive to arena) and ``upload`` (arena to device) end with the
+lease and the device tier; `Unit.gather` then puts all ranks' shards together (`all_gather`) and
+widens them if the model computes in another type than it stores. Each parameter becomes a view of
+that flat buffer. `Unit.release` takes the views away again; if the user changed a parameter
+meanwhile, the change is kept first (`adopt`). On a CPU with one rank and one type none of these
+hops has work to do, and the parameters are views of the arena slot itself.
 
-What would break it: using a flat buffer after `release`. Parameters are stubs then, and what autograd saved is packed as
+What would break it: using a flat buffer after `release`. Parameters are stubs then, and what
+    autograd saved is packed as
 a position in the unit (see `hooks`), so nothing has to.
 """
 
@@ -39,7 +40,9 @@ class UnitState(enum.Enum):
     """Stubs: no memory here. The shard may be anywhere."""
 
     PRESENT = "present"
-    """Views of the flat buffer: the unit's elements in the compute type, or a lease on the shard's slot."""
+    """Views of the flat buffer: the unit's elements in the compute type, or a lease on the shard's
+    slot.
+    """
 
 
 class Home(NamedTuple):
@@ -74,7 +77,9 @@ class Records:
         self.own = layout.shard(rank)
         numel = (self.own.numel,)
         self.shard = RecordSpec(f"{name}.shard", (TensorSpec("shard", storage_dtype, numel),))
-        self.gradient = RecordSpec(f"{name}.gradient", (TensorSpec("gradient", gradient_dtype, numel),))
+        self.gradient = RecordSpec(
+            f"{name}.gradient", (TensorSpec("gradient", gradient_dtype, numel),)
+        )
         self.extents = tiles(self.own, tile_numel=tile_numel) if tile_numel else ()
         self.tiles = tuple(
             RecordSpec(
@@ -135,7 +140,8 @@ class Unit:
     def store_initial(self, store: TieredStore, *, shards: Home, tiles: Home) -> None:
         """Create the records from the parameters' present values, then release the parameters.
 
-        Master weights start from the values as given, before rounding to the storage type; moments start at zero.
+        Master weights start from the values as given, before rounding to the storage type; moments
+        start at zero.
         """
         store.create(self.records.shard, shards.tier, drive=shards.drive)
         with store.lease(self.records.shard.key, Access.OVERWRITE) as lease:
@@ -245,7 +251,9 @@ class Unit:
 
     @torch.no_grad()
     def _adopt(self) -> None:
-        """Keep the present values: in the shard, and in the master weights where they differ from what those round to."""
+        """Keep the present values: in the shard, and in the master weights where they differ from
+        what those round to.
+        """
         assert self.flat is not None
         for parameter, place in zip(self.parameters, self.layout.parameters, strict=True):
             view = self.flat[place.start : place.stop]

@@ -1,8 +1,8 @@
 """What to fetch ahead: a pure function of the uses to come, what is where, and the room.
 
-It walks the uses in order and gives each record the room it needs until the room is spent. A record that is
-already there keeps its place, one that will be written without being read only claims its room, so that nothing
-fetched now has to go before it is used.
+It walks the uses in order and gives each record the room it needs until the room is spent. A record
+that is already there keeps its place, one that will be written without being read only claims its
+room, so that nothing fetched now has to go before it is used.
 """
 
 from __future__ import annotations

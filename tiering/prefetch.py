@@ -1,7 +1,9 @@
-"""Walks the trace against the store: tells it what is used next, and has records fetched before their use.
+"""Walks the trace against the store: tells it what is used next, and has records fetched before
+their use.
 
-One `Prefetcher` serves one store. Its clients bracket each pass with `begin` and `end` and lease records through it. Fetching ahead happens in `advance`, which its client calls where time passes: at module boundaries,
-and between optimizer tiles.
+One `Prefetcher` serves one store. Its clients bracket each pass with `begin` and `end` and lease
+records through it. Fetching ahead happens in `advance`, which its client calls where time passes:
+at module boundaries, and between optimizer tiles.
 """
 
 from __future__ import annotations
@@ -58,7 +60,9 @@ class Prefetcher:
         return self.distance(key) == 0
 
     def distance(self, key: str) -> float:
-        """Uses until the next one of ``key``, in the innermost pass that knows it; inf if none does."""
+        """Uses until the next one of ``key``, in the innermost pass that knows it; inf if none
+        does.
+        """
         for _, cursor in reversed(self._passes):
             away = cursor.expected.distance(key, cursor.position)
             if away < math.inf:
@@ -66,7 +70,9 @@ class Prefetcher:
         return math.inf
 
     def advance(self) -> None:
-        """Finish hops that have ended, then start reads of what is used soon, as far as room allows."""
+        """Finish hops that have ended, then start reads of what is used soon, as far as room
+        allows.
+        """
         self._store.poll()
         if not self._passes:
             return

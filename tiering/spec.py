@@ -1,7 +1,7 @@
 """What a record is: a key, and named tensors that are stored and moved together.
 
-A record's tensors follow each other without a gap, in the order given, in memory and on the drive alike. So one
-transfer moves the whole record, and a view of any of its tensors is a slice.
+A record's tensors follow each other without a gap, in the order given, in memory and on the drive
+alike. So one transfer moves the whole record, and a view of any of its tensors is a slice.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class RecordSpec:
 
     Args:
         key: unique within a store; any string.
-        tensors: at least one. Each must start at a multiple of its own element size, which the order
-            from wide to narrow dtypes guarantees.
+        tensors: at least one. Each must start at a multiple of its own element size, which the
+            order from wide to narrow dtypes guarantees.
 
     Raises:
         ConfigError: no tensor, a name twice, or a tensor that would start misaligned.

@@ -10,11 +10,13 @@ at home on NVMe goes round::
                              +---- failed -----+                +--- READING <--+
                              +------------- update, overwrite --+
 
-`lease` returns when the bytes are there; `prefetch` is the first half of the same path, begun earlier and never
-waiting. `poll` moves finished hops to their next state; nothing else does, so the order of events is the
-caller's. A lease that changes a record never changes memory another tensor still looks at: it gets a slot of its own.
+`lease` returns when the bytes are there; `prefetch` is the first half of the same path, begun
+earlier and never waiting. `poll` moves finished hops to their next state; nothing else does, so the
+order of events is the caller's. A lease that changes a record never changes memory another tensor
+still looks at: it gets a slot of its own.
 
-What would break it: giving a slot back while a transfer uses it. Only CLEAN and DIRTY entries without leases
+What would break it: giving a slot back while a transfer uses it. Only CLEAN and DIRTY entries
+    without leases
 are ever evicted, and both have no transfer.
 """
 
@@ -201,7 +203,8 @@ class TieredStore:
         """Wait until the record can be used and lease it.
 
         Raises:
-            RecordError: it is unknown, has no contents yet, or is leased by others and would be changed in place.
+            RecordError: it is unknown, has no contents yet, or is leased by others and would be
+                changed in place.
             ArenaFullError: there is no room and nothing that could make some.
             TransferError: the read failed; the record stays on the drive.
         """
@@ -219,7 +222,9 @@ class TieredStore:
             raise
         entry.fetched_ahead = False
         if key in self._held:
-            self._held[key] = self._held.pop(key)  # among equals, the one unused for longest goes first
+            self._held[key] = self._held.pop(
+                key
+            )  # among equals, the one unused for longest goes first
         return Lease(self, entry, access)
 
     def end_lease(self, entry: Entry, access: Access) -> None:
@@ -262,7 +267,9 @@ class TieredStore:
         """Forget the contents: the record is EMPTY and its memory free."""
         entry = self._entry(key)
         if entry.leases:
-            raise RecordError(f"record {key!r} is leased {entry.leases} times and can't be discarded")
+            raise RecordError(
+                f"record {key!r} is leased {entry.leases} times and can't be discarded"
+            )
         self._settle(entry)
         self._drop_slot(entry)
         entry.state = State.EMPTY
@@ -271,7 +278,8 @@ class TieredStore:
         """Advance every hop that has ended.
 
         Raises:
-            TransferError: a write failed. The bytes are still in memory and the record is DIRTY again.
+            TransferError: a write failed. The bytes are still in memory and the record is DIRTY
+                again.
         """
         for entry in [e for e in self._moving.values() if _transfer(e).done()]:
             self._settle_unasked(entry)
@@ -339,7 +347,9 @@ class TieredStore:
             self._replace_slot(entry)
 
     def _replace_slot(self, entry: Entry) -> None:
-        """Give the entry a slot of its own; the memory of the one it had goes when its last tensor does."""
+        """Give the entry a slot of its own; the memory of the one it had goes when its last tensor
+        does.
+        """
         self._drop_slot(entry)
         self._attach(entry, self._make_slot(entry))
 
@@ -379,8 +389,8 @@ class TieredStore:
             self.stats.waited_s[hop] += time.perf_counter() - begin
 
     def _settle_unasked(self, entry: Entry) -> None:
-        """The same for an entry nobody needs yet: a read that failed is then no error, since whoever needs the
-        record reads it again and is told.
+        """The same for an entry nobody needs yet: a read that failed is then no error, since
+        whoever needs the record reads it again and is told.
         """
         reading = entry.state is State.READING
         try:
@@ -422,7 +432,8 @@ class TieredStore:
                 return self._last_resort(key, nbytes, placement)
 
     def _last_resort(self, key: str, nbytes: int, placement: Placement) -> Slot:
-        """Room that the caller's own tensors keep is not the budget's to lose: as much is taken beside the arena.
+        """Room that the caller's own tensors keep is not the budget's to lose: as much is taken
+        beside the arena.
 
         Raises:
             ArenaFullError: nobody keeps that much.

@@ -1,8 +1,10 @@
 """The trace: in which order a pass uses its records, and where in it we are.
 
-A pass is one training cycle (all micro-batches and the update) or one evaluation. The first pass of a kind is
-recorded; later ones are followed. Passes repeat, so the use after the last one is the first. A pass that
-departs from the trace is no error: the cursor looks ahead for the record it met, and what was recorded this time
+A pass is one training cycle (all micro-batches and the update) or one evaluation. The first pass of
+a kind is recorded; later ones are followed. Passes repeat, so the use after the last one is the
+first. A pass that
+departs from the trace is no error: the cursor looks ahead for the record it met, and what was
+    recorded this time
 becomes the trace of the next pass.
 """
 
@@ -38,7 +40,9 @@ class Use(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """What the arena holds of one record, or would have to give for it. All bytes; 0 where it does not apply."""
+    """What the arena holds of one record, or would have to give for it. All bytes; 0 where it does
+    not apply.
+    """
 
     evictable_bytes: int
     """Counted as room, unless the record is used soon."""
@@ -60,7 +64,9 @@ class Trace:
         return len(self.uses)
 
     def distance(self, key: str, position: int) -> float:
-        """How many uses away the next use of ``key`` is, from ``position`` on and cyclically; inf if there is none."""
+        """How many uses away the next use of ``key`` is, from ``position`` on and cyclically; inf
+        if there is none.
+        """
         positions = self._positions.get(key)
         if not positions:
             return math.inf
@@ -85,7 +91,9 @@ class TraceCursor:
         self._seen: list[Use] = []
 
     def use(self, use: Use) -> None:
-        """Note a use. The expected position moves behind it, or stays if it was not expected at all."""
+        """Note a use. The expected position moves behind it, or stays if it was not expected at
+        all.
+        """
         self._seen.append(use)
         away = self.expected.distance(use.key, self.position)
         self.divergences += away != 0

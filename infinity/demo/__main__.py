@@ -16,7 +16,6 @@ from infinity.demo.corpus import read_corpus
 from infinity.demo.model import GPT
 from infinity.demo.options import Options, engine_config, parse
 from infinity.demo.train import TORCH_DTYPES, PlainTorch, train
-from infinity.engine import InfinityEngine
 from tiering.aio import AioConfig, AioEngine
 from tiering.errors import TieringError
 
@@ -73,16 +72,20 @@ def _run(options: Options, console: Console) -> report.Result:
     plain = PlainTorch(model, options) if options.compare_torch else None
     engine, *_ = infinity.initialize(model=model, config=engine_config(options, numel))
     with engine:
+        stats = engine.stats()
         limits = report.Limits(
-            compute_s=_compute_time(options, engine),
+            compute_s=probe.measure_compute(
+                options.model, batch=options.batch, dtype=TORCH_DTYPES[stats.compute_dtype]
+            ),
             nvme_bytes_per_s=nvme_bytes_per_s,
         )
         _introduce(console, options, numel, limits)
         steps = []
-        with report.Progress(console, options, limits) as progress:
+        budget_bytes = stats.arena_budget_bytes
+        with report.Progress(console, options, limits, budget_bytes=budget_bytes) as progress:
             for step in train(engine, text, options, plain):
                 steps.append(step)
-                progress.show(len(steps), step, engine.stats())
+                progress.show(len(steps), step)
         return report.Result(options, steps, engine.stats(), limits, memory.over_start_bytes())
 
 
@@ -93,11 +96,6 @@ def _drive_speed(options: Options) -> float:
     seconds = _PROBE_S / 10 if options.smoke else _PROBE_S
     with contextlib.closing(AioEngine(AioConfig(backend=options.backend))) as backend:
         return probe.measure_drive(backend, options.path, seconds=seconds)
-
-
-def _compute_time(options: Options, engine: InfinityEngine) -> float:
-    dtype = TORCH_DTYPES[engine.stats().compute_dtype]
-    return probe.measure_compute(options.model, batch=options.batch, dtype=dtype)
 
 
 def _introduce(console: Console, options: Options, numel: int, limits: report.Limits) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,14 +33,19 @@ def read_corpus(folder: Path | None = None, *, max_bytes: int = MAX_BYTES) -> to
     """
     root = folder or Path(sysconfig.get_path("stdlib"))
     text = bytearray()
-    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
-        if _LEFT_OUT.isdisjoint(path.relative_to(root).parts):
-            text += path.read_bytes()
+    for path in sorted(_sources(root), key=lambda path: path.relative_to(root).as_posix()):
+        text += path.read_bytes()
         if len(text) >= max_bytes:
             break
     if not text:
         raise FileNotFoundError(f"no Python sources under {root}; name a folder that has some")
     return torch.frombuffer(text[:max_bytes], dtype=torch.uint8).clone()
+
+
+def _sources(root: Path) -> Iterator[Path]:
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in _LEFT_OUT]
+        yield from (Path(folder, name) for name in files if name.endswith(".py"))
 
 
 def batches(text: torch.Tensor, *, batch: int, context: int, seed: int) -> Iterator[torch.Tensor]:

@@ -144,12 +144,16 @@ class Progress:
         console: where to.
         options: for the number of steps.
         limits: for the share of the ideal.
+        budget_bytes: of the host arena.
     """
 
-    def __init__(self, console: Console, options: Options, limits: Limits) -> None:
+    def __init__(
+        self, console: Console, options: Options, limits: Limits, *, budget_bytes: int
+    ) -> None:
         self._console = console
         self._options = options
         self._limits = limits
+        self._budget_bytes = budget_bytes
         self._every = max(1, options.steps // _PLAIN_LINES)
         self._live = Live(console=console, refresh_per_second=8) if console.is_terminal else None
 
@@ -167,15 +171,15 @@ class Progress:
         if self._live:
             self._live.stop()
 
-    def show(self, number: int, step: Step, stats: EngineStats) -> None:
+    def show(self, number: int, step: Step) -> None:
         """Tell of a step, counted from 1."""
-        line = Text(self._line(number, step, stats))
+        line = Text(self._line(number, step))
         if self._live:
             self._live.update(line)
         elif number == 1 or number % self._every == 0 or number == self._options.steps:
             self._console.print(line, soft_wrap=True)
 
-    def _line(self, number: int, step: Step, stats: EngineStats) -> str:
+    def _line(self, number: int, step: Step) -> str:
         tokens = self._options.batch * self._options.model.context
         share = self._limits.ideal([step]).seconds / step.seconds
         return (
@@ -184,7 +188,7 @@ class Progress:
             f"NVMe {step.read_bytes / step.seconds / _GB:.2f} GB/s read "
             f"{step.written_bytes / step.seconds / _GB:.2f} written  "
             f"{share:.0%} of ideal  "
-            f"arena {stats.arena_used_bytes / _MB:.0f}/{stats.arena_budget_bytes / _MB:.0f} MB"
+            f"arena {step.arena_bytes / _MB:.0f}/{self._budget_bytes / _MB:.0f} MB"
         )
 
 

@@ -28,6 +28,7 @@ class Step(NamedTuple):
         seconds: forward, backward and update.
         read_bytes: from NVMe, as far as done when the step ended.
         written_bytes: to NVMe, likewise.
+        arena_bytes: of the host arena, in use when the step ended.
         torch_seconds: the same step of the plain copy, if there is one.
     """
 
@@ -35,6 +36,7 @@ class Step(NamedTuple):
     seconds: float
     read_bytes: int
     written_bytes: int
+    arena_bytes: int
     torch_seconds: float | None
 
 
@@ -89,28 +91,30 @@ def train(
     """
     drawn = batches(text, batch=options.batch, context=options.model.context, seed=options.seed)
     schedule = warm_up(engine.optimizer)
-    compute_dtype = TORCH_DTYPES[engine.stats().compute_dtype]
+    stats = engine.stats()
+    compute_dtype = TORCH_DTYPES[stats.compute_dtype]
     end = time.perf_counter() + options.seconds
     for ids in itertools.islice(drawn, options.steps):
-        step = _engine_step(engine, ids)
+        loss, seconds = _timed_step(engine, ids)
         schedule.step()
+        before, stats = stats, engine.stats()
+        step = Step(
+            loss=loss,
+            seconds=seconds,
+            read_bytes=stats.nvme_read_bytes - before.nvme_read_bytes,
+            written_bytes=stats.nvme_written_bytes - before.nvme_written_bytes,
+            arena_bytes=stats.arena_used_bytes,
+            torch_seconds=None,
+        )
         yield step._replace(torch_seconds=plain.step(ids, compute_dtype)) if plain else step
         if time.perf_counter() > end:
             return
 
 
-def _engine_step(engine: InfinityEngine, ids: torch.Tensor) -> Step:
-    before = engine.stats()
+def _timed_step(engine: InfinityEngine, ids: torch.Tensor) -> tuple[float, float]:
+    """Train on one batch; return the loss and the seconds."""
     start = time.perf_counter()
     loss = engine(ids)
     engine.backward(loss)
     engine.step()
-    seconds = time.perf_counter() - start
-    after = engine.stats()
-    return Step(
-        loss=loss.item(),
-        seconds=seconds,
-        read_bytes=after.nvme_read_bytes - before.nvme_read_bytes,
-        written_bytes=after.nvme_written_bytes - before.nvme_written_bytes,
-        torch_seconds=None,
-    )
+    return loss.item(), time.perf_counter() - start

@@ -84,7 +84,9 @@ def train(
 
 
 class Reference:
-    """Plain torch on a copy of the model: fp32 masters, weights rounded to the storage type, gradients likewise."""
+    """Plain torch on a copy of the model: fp32 masters, weights rounded to the storage type,
+    gradients likewise.
+    """
 
     def __init__(
         self,
@@ -155,7 +157,9 @@ def assert_close(
     """Equal up to the rounding of the arithmetic."""
     assert left.keys() == right.keys()
     for name, tensor in left.items():
-        torch.testing.assert_close(tensor, right[name], rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            tensor, right[name], rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.fixture

@@ -55,7 +55,10 @@ def test_unknown_keys_name_the_nearest_one_and_are_reported_together() -> None:
     ("section", "message"),
     [
         ({"offload_param": {"device": "nvme"}}, r"offload_param\.nvme_path must name"),
-        ({"offload_param": {"device": "nvme", "nvme_path": None}}, r"offload_param\.nvme_path must"),
+        (
+            {"offload_param": {"device": "nvme", "nvme_path": None}},
+            r"offload_param\.nvme_path must",
+        ),
         (
             {
                 "offload_param": {"device": "nvme"},
@@ -81,10 +84,19 @@ def test_whole_floats_are_counts() -> None:
 
 def test_batch_sizes_complete_each_other_or_are_refused_with_the_product() -> None:
     """Two of three give the third."""
-    assert load_config({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2}).batch(world_size=4).accumulation == 2
+    assert (
+        load_config({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2})
+        .batch(world_size=4)
+        .accumulation
+        == 2
+    )
     assert load_config({"train_batch_size": 16}).batch(world_size=4).micro == 4
     wrong = load_config(
-        {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
+        {
+            "train_batch_size": 16,
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 3,
+        }
     )
     with pytest.raises(ConfigError, match="16 is not .*= 24"):
         wrong.batch(world_size=4)
@@ -100,7 +112,9 @@ def test_io_settings_that_cannot_work_are_refused(aio: dict[str, int], word: str
 
 
 def test_a_path_that_cannot_be_used_is_refused_before_anything_moves(tmp_path: Path) -> None:
-    """A regular file in its place is an error that names it, and the model is as it was; a missing folder is made."""
+    """A regular file in its place is an error that names it, and the model is as it was; a missing
+    folder is made.
+    """
     blocked = tmp_path / "file"
     blocked.write_text("x")
     model = base_model()
@@ -123,7 +137,9 @@ def test_an_optimizer_that_is_not_adam_is_refused(tmp_path: Path) -> None:
     model = base_model()
     with pytest.raises(ConfigError, match="SGD"):
         infinity.initialize(
-            model=model, config=config_for(tmp_path), optimizer=torch.optim.SGD(model.parameters(), lr=1.0)
+            model=model,
+            config=config_for(tmp_path),
+            optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
         )
 
 
@@ -135,7 +151,9 @@ def test_all_auto_on_a_tiny_model_takes_little_memory(tmp_path: Path) -> None:
         "stage3_prefetch_bucket_size": "auto",
         "stage3_param_persistence_threshold": "auto",
     }
-    engine, *_ = infinity.initialize(model=model, config=config_for(tmp_path, zero_optimization=zero))
+    engine, *_ = infinity.initialize(
+        model=model, config=config_for(tmp_path, zero_optimization=zero)
+    )
     with engine:
         for _ in range(5):
             engine.backward(engine(torch.ones(1, 1)).sum())

@@ -49,7 +49,9 @@ def test_transformers_train_equal_to_plain_torch(
     model: Any = make()
     model.train()
     if checkpointing != "none":
-        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable = getattr(
+            model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
+        )
         enable({"use_reentrant": checkpointing == "reentrant"})
     batches = list(torch.randint(0, 96, (5, 2, 16)))
     expected_losses, expected = Reference(model).train(5, loss_of=_language_loss, batches=batches)
@@ -63,11 +65,13 @@ def test_transformers_train_equal_to_plain_torch(
 def _check(model: nn.Module, batches: list[Any], tmp_path: Path, steps: int = 4) -> None:
     """Train with everything on NVMe and compare with the reference."""
 
-    def loss_of(module: nn.Module, batch: Any) -> torch.Tensor:  # noqa: ANN401
+    def loss_of(module: nn.Module, batch: Any) -> torch.Tensor:
         return module(batch)  # type: ignore[no-any-return]
 
     expected_losses, expected = Reference(model).train(steps, loss_of=loss_of, batches=batches)
-    losses, weights = train(model, config_for(tmp_path), steps=steps, loss_of=loss_of, batches=batches)
+    losses, weights = train(
+        model, config_for(tmp_path), steps=steps, loss_of=loss_of, batches=batches
+    )
     assert losses == pytest.approx(expected_losses, rel=1e-6)
     assert_close(weights, expected)
 
@@ -111,16 +115,18 @@ def test_a_functional_tied_head(tmp_path: Path) -> None:
 
 
 def test_containers_of_parameters_and_custom_functions(tmp_path: Path) -> None:
-    """ParameterList, ParameterDict, direct parameters, and an autograd Function that saves a weight."""
+    """ParameterList, ParameterDict, direct parameters, and an autograd Function that saves a
+    weight.
+    """
 
     class Scale(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             ctx.save_for_backward(x, weight)
             return x * weight
 
         @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]  # noqa: ANN401
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
             x, weight = ctx.saved_tensors
             return grad * weight, (grad * x).sum(0)
 
@@ -157,7 +163,7 @@ def test_outputs_of_every_shape(tmp_path: Path) -> None:
             self.bias = nn.Parameter(torch.randn(6))
             self.kind = kind
 
-        def forward(self, x: torch.Tensor) -> Any:  # noqa: ANN401
+        def forward(self, x: torch.Tensor) -> Any:
             y = torch.tanh(self.lin(x))
             return {
                 "dict": {"y": y, "n": None},
@@ -184,7 +190,7 @@ def test_outputs_of_every_shape(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_frozen_weights_under_checkpointing(reentrant: bool, tmp_path: Path) -> None:  # noqa: FBT001
+def test_frozen_weights_under_checkpointing(reentrant: bool, tmp_path: Path) -> None:
     """A frozen linear with a trained adapter, checkpointed."""
 
     class Block(nn.Module):
@@ -266,4 +272,12 @@ def test_odd_shapes(tmp_path: Path) -> None:
     model = Odd()
     assert model.all[0].dim() == 0
     _check(model, list(torch.randn(4)), tmp_path)
-    assert [tuple(p.shape) for p in model.all] == [(), (1,), (3,), (7, 1), (1003,), (2, 3, 5), (0, 8)]
+    assert [tuple(p.shape) for p in model.all] == [
+        (),
+        (1,),
+        (3,),
+        (7, 1),
+        (1003,),
+        (2, 3, 5),
+        (0, 8),
+    ]

@@ -32,7 +32,8 @@ from tests.infinity.conftest import (
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[infinity.InfinityEngine]:
     """An engine over a base model, on each tier."""
     made, *_ = infinity.initialize(
-        model=base_model(), config=config_for(tmp_path, param=request.param, optimizer=request.param)
+        model=base_model(),
+        config=config_for(tmp_path, param=request.param, optimizer=request.param),
     )
     with made:
         yield made
@@ -43,7 +44,9 @@ def _one_step(engine: infinity.InfinityEngine) -> None:
     engine.step()
 
 
-def test_a_released_parameter_answers_metadata_without_being_fetched(engine: infinity.InfinityEngine) -> None:
+def test_a_released_parameter_answers_metadata_without_being_fetched(
+    engine: infinity.InfinityEngine,
+) -> None:
     """Identity, shape, type, stride and contiguity are those of the original, and nothing moves."""
     original = dict(base_model().named_parameters())
     read_bytes = engine.stats().nvme_read_bytes
@@ -82,11 +85,15 @@ def test_any_use_outside_forward_sees_the_weights(engine: infinity.InfinityEngin
         assert torch.equal(torch.cat([parameter.reshape(-1)]), original[name].reshape(-1))
     weight = engine.module[1][0].weight
     ones = torch.ones(1, 32)
-    assert torch.equal(functional.linear(ones, weight), functional.linear(ones, original["1.0.weight"]))
+    assert torch.equal(
+        functional.linear(ones, weight), functional.linear(ones, original["1.0.weight"])
+    )
     assert "Parameter containing" in repr(engine.module[2][0].bias)
 
 
-def test_one_operation_over_parameters_of_all_units_sees_them_all(engine: infinity.InfinityEngine) -> None:
+def test_one_operation_over_parameters_of_all_units_sees_them_all(
+    engine: infinity.InfinityEngine,
+) -> None:
     """A vector of all parameters is that of the plain model."""
     expected = nn.utils.parameters_to_vector(base_model().parameters())
     assert torch.equal(nn.utils.parameters_to_vector(engine.parameters()), expected)
@@ -97,7 +104,9 @@ def test_one_operation_over_parameters_of_all_units_sees_them_all(engine: infini
 def test_an_alias_taken_before_a_release_never_changes(
     taken_by: str, engine: infinity.InfinityEngine
 ) -> None:
-    """Steps that overwrite the weights leave earlier aliases as they were, with nothing freed under them."""
+    """Steps that overwrite the weights leave earlier aliases as they were, with nothing freed under
+    them.
+    """
     module = engine.module
     take = {
         "detach": lambda: {n: p.detach() for n, p in module.named_parameters()},
@@ -111,7 +120,13 @@ def test_an_alias_taken_before_a_release_never_changes(
         _one_step(engine)
     for name, alias in aliases.items():
         assert torch.equal(alias, copies[name]), name
-    assert not torch.equal(engine.module.state_dict()["1.0.weight"].reshape(-1)[:3], copies["1.0.weight"].reshape(-1)[:3]) or taken_by == "view"
+    assert (
+        not torch.equal(
+            engine.module.state_dict()["1.0.weight"].reshape(-1)[:3],
+            copies["1.0.weight"].reshape(-1)[:3],
+        )
+        or taken_by == "view"
+    )
 
 
 def test_state_dict_holds_the_current_weights(tmp_path: Path) -> None:
@@ -137,12 +152,16 @@ def test_load_state_dict_is_kept_and_trained_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("device", ["none", "cpu", "nvme"])
 @pytest.mark.parametrize("way", ["in_place", "data_in_place", "new_data", "numpy", "init"])
-def test_a_change_by_the_user_is_adopted(way: str, device: str, bf16: bool, tmp_path: Path) -> None:  # noqa: FBT001
+def test_a_change_by_the_user_is_adopted(way: str, device: str, bf16: bool, tmp_path: Path) -> None:
     """A changed weight is seen by the next forward and trained on by the next step."""
     engine, *_ = infinity.initialize(
         model=base_model(),
         config=config_for(
-            tmp_path, param=device, optimizer=device, bf16={"enabled": bf16}, tiering={"compute_dtype": "fp32"}
+            tmp_path,
+            param=device,
+            optimizer=device,
+            bf16={"enabled": bf16},
+            tiering={"compute_dtype": "fp32"},
         ),
     )
     with engine, torch.no_grad():
@@ -185,15 +204,21 @@ def test_a_users_torch_optimizer_finds_no_gradients_and_changes_nothing(
     assert_equal(engine.module.state_dict(), before)
 
 
-def test_weights_changed_between_forward_and_backward_are_an_error(engine: infinity.InfinityEngine) -> None:
-    """As in torch: backward through weights that a step has replaced is refused, not computed wrongly."""
+def test_weights_changed_between_forward_and_backward_are_an_error(
+    engine: infinity.InfinityEngine,
+) -> None:
+    """As in torch: backward through weights that a step has replaced is refused, not computed
+    wrongly.
+    """
     late = base_loss(engine, base_batches()[1])
     _one_step(engine)
     with pytest.raises(RuntimeError, match="changed after the forward|modified by an inplace"):
         late.backward()
 
 
-def test_a_forked_child_gets_an_error_and_the_parent_goes_on(engine: infinity.InfinityEngine) -> None:
+def test_a_forked_child_gets_an_error_and_the_parent_goes_on(
+    engine: infinity.InfinityEngine,
+) -> None:
     """The child cannot use the engine or the parameters; the parent is unharmed."""
     with torch.no_grad():
         expected = base_loss(engine, base_batches()[0])

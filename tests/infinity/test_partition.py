@@ -51,7 +51,10 @@ def test_a_tile_smaller_than_the_alignment_is_refused() -> None:
         tiles(Extent(0, 64), tile_numel=15)
 
 
-@given(st.tuples(st.integers(0, 50), st.integers(0, 50)), st.tuples(st.integers(0, 50), st.integers(0, 50)))
+@given(
+    st.tuples(st.integers(0, 50), st.integers(0, 50)),
+    st.tuples(st.integers(0, 50), st.integers(0, 50)),
+)
 def test_an_intersection_is_what_both_cover(a: tuple[int, int], b: tuple[int, int]) -> None:
     """Like the intersection of the two sets of elements."""
     left, right = Extent(min(a), max(a)), Extent(min(b), max(b))

@@ -1,4 +1,6 @@
-"""The plan: the arena is the sum of what must be in host memory at once, and a budget below it is refused."""
+"""The plan: the arena is the sum of what must be in host memory at once, and a budget below it is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def test_without_a_budget_the_arena_is_gradients_and_buffers() -> None:
 def test_a_smaller_budget_makes_smaller_tiles_then_spills_gradients_then_is_refused() -> None:
     """In this order; the error shows the sum and the smallest budget, and that budget is accepted."""
     whole = make_plan(UNITS, ALL_NVME, BF16, budget_bytes=None, sub_group_numel=None)
-    less = make_plan(UNITS, ALL_NVME, BF16, budget_bytes=whole.arena_bytes - 2**23, sub_group_numel=None)
+    less = make_plan(
+        UNITS, ALL_NVME, BF16, budget_bytes=whole.arena_bytes - 2**23, sub_group_numel=None
+    )
     assert less.tile_numel < whole.tile_numel
     assert less.gradient_home is Tier.HOST
     spilled = make_plan(UNITS, ALL_NVME, BF16, budget_bytes=2**25, sub_group_numel=None)
@@ -52,7 +56,9 @@ def test_a_plan_never_exceeds_its_budget(
     """Accepted plans fit, tile sizes are aligned and no larger than asked."""
     units = [UnitSize(n * ALIGN_NUMEL, trained=t) for n, t in sizes]
     try:
-        plan = make_plan(units, ALL_NVME, BF16, budget_bytes=budget_bytes, sub_group_numel=sub_group)
+        plan = make_plan(
+            units, ALL_NVME, BF16, budget_bytes=budget_bytes, sub_group_numel=sub_group
+        )
     except ConfigError:
         return
     assert sum(nbytes for _, nbytes in plan.terms) <= budget_bytes
@@ -62,7 +68,11 @@ def test_a_plan_never_exceeds_its_budget(
 
 def test_everything_at_home_in_the_host_needs_room_for_everything() -> None:
     """cpu offload: weights, states and gradients are all in the arena."""
-    plan = make_plan(UNITS, Homes(Tier.HOST, Tier.HOST), BF16, budget_bytes=None, sub_group_numel=None)
+    plan = make_plan(
+        UNITS, Homes(Tier.HOST, Tier.HOST), BF16, budget_bytes=None, sub_group_numel=None
+    )
     assert plan.arena_bytes >= sum((16 if u.trained else 2) * u.shard_numel for u in UNITS)
     with pytest.raises(ConfigError, match="optimizer state at home in the host"):
-        make_plan(UNITS, Homes(Tier.HOST, Tier.HOST), BF16, budget_bytes=2**24, sub_group_numel=None)
+        make_plan(
+            UNITS, Homes(Tier.HOST, Tier.HOST), BF16, budget_bytes=2**24, sub_group_numel=None
+        )

@@ -49,7 +49,9 @@ def test_the_fused_kernel_equals_torchs_fused_kernel(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("compute", ["bf16", "fp32"])
-def test_bf16_is_within_a_rounding_of_a_reference_with_fp32_masters(compute: str, tmp_path: Path) -> None:
+def test_bf16_is_within_a_rounding_of_a_reference_with_fp32_masters(
+    compute: str, tmp_path: Path
+) -> None:
     """The reference rounds weights and gradients to bf16 and updates fp32 masters."""
     model = base_model()
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[compute]
@@ -62,14 +64,18 @@ def test_bf16_is_within_a_rounding_of_a_reference_with_fp32_masters(compute: str
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_tiers_never_change_a_bit(bf16: bool, tmp_path: Path) -> None:  # noqa: FBT001
+def test_tiers_never_change_a_bit(bf16: bool, tmp_path: Path) -> None:
     """Every combination of homes trains to equal losses and weights."""
     model = base_model()
     runs = {
         (param, optimizer): train(
             copy.deepcopy(model),
             config_for(
-                tmp_path, param=param, optimizer=optimizer, bf16={"enabled": bf16}, gradient_clipping=1.0
+                tmp_path,
+                param=param,
+                optimizer=optimizer,
+                bf16={"enabled": bf16},
+                gradient_clipping=1.0,
             ),
             steps=6,
         )
@@ -86,7 +92,9 @@ def test_tiers_never_change_a_bit(bf16: bool, tmp_path: Path) -> None:  # noqa: 
 def test_tile_size_never_changes_a_bit(sub_group: int, tmp_path: Path) -> None:
     """Cutting the optimizer state elsewhere gives equal weights."""
     model = base_model()
-    _, expected = train(copy.deepcopy(model), config_for(tmp_path, param="none", optimizer="none"), steps=3)
+    _, expected = train(
+        copy.deepcopy(model), config_for(tmp_path, param="none", optimizer="none"), steps=3
+    )
     config = config_for(tmp_path, zero_optimization={"sub_group_size": sub_group})
     _, weights = train(model, config, steps=3)
     assert_equal(weights, expected)
@@ -105,7 +113,9 @@ def test_both_backends_train_to_equal_bits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_clipping_scales_by_the_global_norm(device: str, tmp_path: Path) -> None:
-    """The update equals torch's after clip_grad_norm_, and the reported norm is the one before clipping."""
+    """The update equals torch's after clip_grad_norm_, and the reported norm is the one before
+    clipping.
+    """
     model = base_model()
     reference = Reference(model, clip=0.1)
     _, expected = reference.train(5)

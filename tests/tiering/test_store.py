@@ -117,6 +117,7 @@ def test_a_prefetched_record_is_a_hit_and_an_unused_one_is_counted_as_wasted(set
     assert setup.store.state("d") in (State.READING, State.CLEAN)
     value(setup.store, "d")
     assert setup.store.stats.misses == misses
+    setup.store.flush()
     setup.store.order_by(lambda key: float(key == "e"))
     for key in "abcf":
         value(setup.store, key)
@@ -169,7 +170,9 @@ def test_a_leased_record_is_not_changed_in_place(setup: Setup) -> None:
 
 @pytest.mark.parametrize("access", [Access.UPDATE, Access.OVERWRITE])
 @pytest.mark.parametrize("home", [Tier.DEVICE, Tier.HOST, Tier.NVME])
-def test_a_tensor_that_outlives_its_lease_never_changes(home: Tier, access: Access, tmp_path: Path) -> None:
+def test_a_tensor_that_outlives_its_lease_never_changes(
+    home: Tier, access: Access, tmp_path: Path
+) -> None:
     """Whoever changes the record next gets another slot."""
     setup = make(tmp_path, slots=4)
     drive = setup.drive if home is Tier.NVME else None
@@ -184,8 +187,12 @@ def test_a_tensor_that_outlives_its_lease_never_changes(home: Tier, access: Acce
     setup.close()
 
 
-def test_a_failed_read_is_raised_where_the_record_is_needed_and_can_be_tried_again(tmp_path: Path) -> None:
-    """A read ahead that failed is silent; the lease reads again; an error then leaves the record on the drive."""
+def test_a_failed_read_is_raised_where_the_record_is_needed_and_can_be_tried_again(
+    tmp_path: Path,
+) -> None:
+    """A read ahead that failed is silent; the lease reads again; an error then leaves the record on
+    the drive.
+    """
     rule_ = FaultRule(FaultAction.ERRNO, value=errno.EIO, writes=False)
     setup = make(tmp_path, slots=1, faults=Faults(rules=(rule_,)))
     for key in "ab":
@@ -247,7 +254,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.setup = make(Path("/tmp"), slots=4)  # noqa: S108 - a scratch folder, removed with the machine
+        self.setup = make(Path("/tmp"), slots=4)
         self.values: dict[str, float] = {}
         self.readers: list[tuple[str, float, Lease]] = []
         self.clock = 0.0

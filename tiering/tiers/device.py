@@ -1,10 +1,11 @@
 """The device tier: memory next to the compute, and the two hops between it and the arena.
 
-On a GPU it is the GPU's memory and both hops are copies. On a CPU-only machine it is ordinary memory, and
+On a GPU it is the GPU's memory and both hops are copies. On a CPU-only machine it is ordinary
+memory, and
 `upload` of a host tensor is the tensor itself: the same hop with no work.
 
-Memory is handed out as slots. A slot whose tensors are all gone is used again; one that a caller still holds
-a tensor of is left to that tensor, so nothing that was handed out is ever overwritten.
+Memory is handed out as slots. A slot whose tensors are all gone is used again; one that a caller
+still holds a tensor of is left to that tensor, so nothing that was handed out is ever overwritten.
 """
 
 from __future__ import annotations
@@ -53,14 +54,16 @@ class DeviceSlot:
     def _fresh_base(self, block: _Block) -> torch.Tensor:
         if self.nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        buffer = memoryview(block.array)
+        buffer = block.array.data  # a fresh memoryview
         self._handed_out = [r for r in self._handed_out if r() is not None]
         self._handed_out.append(weakref.ref(buffer))
         return torch.frombuffer(buffer, dtype=torch.uint8)
 
     @property
     def is_aliased(self) -> bool:
-        """Whether a tensor handed out earlier is still alive. On a GPU the allocator looks after that: False."""
+        """Whether a tensor handed out earlier is still alive. On a GPU the allocator looks after
+        that: False.
+        """
         return any(r() is not None for r in self._handed_out)
 
     def free(self) -> None:
@@ -93,7 +96,9 @@ class DeviceTier:
         self._spare[block.nbytes].append(block)
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
-        """The tensor on the device: itself on a CPU, a copy on a GPU (complete for later work on the stream)."""
+        """The tensor on the device: itself on a CPU, a copy on a GPU (complete for later work on
+        the stream).
+        """
         return host if self.device.type == "cpu" else host.to(self.device)
 
     def spare_bytes(self) -> int:
