@@ -2,7 +2,7 @@
 
 On the way out a tensor's bytes are copied into arena slots, a piece at a time, and each slot is
 written to the tensor's record file; when `swap_out` returns, all bytes have been copied and the
-caller may do what he likes with the tensor. On the way in each piece is read into a slot and copied
+caller may do anything with the tensor. On the way in each piece is read into a slot and copied
 from there to its place in an ordinary tensor. Pieces make one small arena serve tensors of any
 size, and several of them in flight keep the drive busy while others are copied.
 
@@ -140,6 +140,7 @@ class _Writing(_Job):
 
     def end(self) -> None:
         self.stored.fault = self.error
+        self.written.clear()
 
 
 @dataclass(eq=False)
@@ -432,15 +433,19 @@ class TensorSwapper:
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[None]:
         """Hold the lock, after a check that the swapper can be used here at all."""
+        self._check_process()
+        with self._lock:
+            if self._is_closed:
+                raise EngineClosedError(f"the swapper on {self._folder.root} was closed")
+            yield
+
+    def _check_process(self) -> None:
+        """Before the lock is asked for: in a forked child nobody may be left to give it back."""
         if os.getpid() != self._pid:
             raise EngineClosedError(
                 f"this swapper belongs to process {self._pid}; process {os.getpid()} was forked "
                 f"from it and must open its own"
             )
-        with self._lock:
-            if self._is_closed:
-                raise EngineClosedError(f"the swapper on {self._folder.root} was closed")
-            yield
 
     def _known(self, key: str) -> _Stored:
         try:
@@ -486,11 +491,18 @@ class TensorSwapper:
         while job.todo:
             part = job.todo[0]
             slot = self._allocate(part.nbytes, key)
+            if job.error is not None:  # of a piece that landed to make room
+                slot.free()
+                return
             try:
                 stream.read_into(_bytes_of(slot, part.nbytes))
-                transfer = self._tier.write(key, slot, part=part)
             except BaseException:
                 slot.free()
+                raise
+            try:
+                transfer = self._tier.write(key, slot, part=part)
+            except TieringError:
+                slot.free()  # but not after an interrupt: the transfer may be under way then
                 raise
             job.written[part.start_bytes] = transfer
             self._fly(_Piece(job, part, slot, transfer))
@@ -505,7 +517,7 @@ class TensorSwapper:
                 if slot is None:
                     return
                 try:
-                    after = job.behind.written[part.start_bytes] if job.behind else None
+                    after = job.behind.written.get(part.start_bytes) if job.behind else None
                     transfer = self._tier.read(job.stored.key, slot, part=part, after=after)
                 except TieringError as error:
                     slot.free()
@@ -519,8 +531,7 @@ class TensorSwapper:
         """Note that the next part of its job is in flight."""
         self._flying[piece] = None
         piece.job.flying[piece] = None
-        if piece.job.todo:  # it has failed otherwise
-            piece.job.todo.popleft()
+        piece.job.todo.popleft()
 
     def _allocate(self, nbytes: int, owner: str) -> Slot:
         """A slot; when the arena is full, wait for the pieces that are longest under way."""
@@ -559,9 +570,8 @@ class TensorSwapper:
             return
         job.has_ended = True
         if isinstance(job, _Reading) and job.behind is not None:
-            self._land_what_is_done(
-                job.behind
-            )  # all of it: each part was read after it was written
+            # That is all of it: each part was read after it had been written.
+            self._land_what_is_done(job.behind)
         job.end()
         del self._jobs[job], job.stored.jobs[job]
         if job.error is not None and not job.is_heard:
@@ -576,6 +586,7 @@ class TensorSwapper:
 
     def _rest(self, job: _Job, deadline: float | None) -> None:
         """Wait until a job has ended, without the lock while there is nothing to do."""
+        self._check_process()
         while True:
             with self._lock:
                 self._land_what_is_done(job)
@@ -605,6 +616,7 @@ class TensorSwapper:
         self._failures.pop(job, None)
 
     def _is_done(self, job: _Job) -> bool:
+        self._check_process()
         with self._lock:
             self._land_what_is_done(job)
             self._advance()

@@ -660,17 +660,15 @@ def test_a_forked_child_gets_an_exception_and_the_parent_is_unharmed(
     swapper: TensorSwapper,
 ) -> None:
     """It must open its own; ending or closing there removes nothing here."""
-    swapper.swap_out("a", torch.ones(1000))
+    out = swapper.swap_out("a", torch.ones(1000))
     child = os.fork()
     if not child:
-        status = 1
-        try:
-            swapper.swap_in("a")
-        except EngineClosedError:
-            swapper.close()
-            status = 0
-        finally:
-            os._exit(status)
+        for call in (lambda: swapper.swap_in("a"), out.wait, out.done):
+            with contextlib.suppress(EngineClosedError):
+                call()
+                os._exit(1)
+        swapper.close()
+        os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert swapper.swap_in("a").wait().eq(1).all()
 
