@@ -55,6 +55,8 @@ int aio_has_uring(void)
 /* Failed entries into the kernel in a row, a millisecond apart, after which the ring is given up.
  */
 #define ENTER_TRIES 1000
+/* The kernel reports on so many operations at most. */
+#define PROBED_OPERATIONS 256
 
 struct uring {
 	struct backend base;
@@ -356,18 +358,20 @@ static int setup(struct io_uring *ring, uint32_t entries)
 
 static int check_operations(struct io_uring *ring)
 {
-	struct io_uring_probe *probe = io_uring_get_probe_ring(ring);
-	bool has;
+	static const unsigned needed[] = {IORING_OP_READ, IORING_OP_WRITE, IORING_OP_READ_FIXED,
+	                                  IORING_OP_WRITE_FIXED, IORING_OP_POLL_ADD};
+	struct io_uring_probe *probe =
+	        calloc(1, sizeof(*probe) + PROBED_OPERATIONS * sizeof(struct io_uring_probe_op));
+	int rc;
 
 	if (!probe)
-		return -EOPNOTSUPP;
-	has = io_uring_opcode_supported(probe, IORING_OP_READ) &&
-	      io_uring_opcode_supported(probe, IORING_OP_WRITE) &&
-	      io_uring_opcode_supported(probe, IORING_OP_READ_FIXED) &&
-	      io_uring_opcode_supported(probe, IORING_OP_WRITE_FIXED) &&
-	      io_uring_opcode_supported(probe, IORING_OP_POLL_ADD);
-	io_uring_free_probe(probe);
-	return has ? 0 : -EOPNOTSUPP;
+		return -ENOMEM;
+	rc = io_uring_register_probe(ring, probe, PROBED_OPERATIONS);
+	for (size_t i = 0; i < sizeof(needed) / sizeof(*needed) && !rc; i++)
+		if (!io_uring_opcode_supported(probe, (int)needed[i]))
+			rc = -EOPNOTSUPP;
+	free(probe);
+	return rc;
 }
 
 /* A filter may allow the ring and forbid entering it. */
