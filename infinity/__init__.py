@@ -1,5 +1,4 @@
-"""Train models larger than GPU and host memory, by paging weights and optimizer state between GPU,
-host and NVMe.
+"""Train models larger than memory, paging their state between GPU, host and NVMe.
 
     engine, optimizer, _, _ = infinity.initialize(model=model, config="ds_config.json")
     for batch in data:
@@ -28,8 +27,15 @@ from tiering.aio import Faults
 from tiering.errors import ConfigError, EngineClosedError
 
 __all__ = [
-    "Config", "ConfigError", "EngineClosedError", "EngineStats", "InfinityEngine", "Initialized", "initialize", "load_config",
-]  # fmt: skip
+    "Config",
+    "ConfigError",
+    "EngineClosedError",
+    "EngineStats",
+    "InfinityEngine",
+    "Initialized",
+    "initialize",
+    "load_config",
+]
 
 
 class Initialized(NamedTuple):
@@ -87,8 +93,8 @@ def _from_torch(optimizer: torch.optim.Optimizer) -> _Groups:
     """The groups of a user's torch optimizer."""
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         raise ConfigError(
-            f"the optimizer must be torch.optim.Adam or AdamW, got {type(optimizer).__name__}; its state is paged, "
-            "which other optimizers are not ready for yet"
+            f"the optimizer must be torch.optim.Adam or AdamW, got {type(optimizer).__name__}; "
+            "its state is paged, which other optimizers are not ready for yet"
         )
     if optimizer.state:
         raise ConfigError("the optimizer has taken steps already; give it before its first step")

@@ -1,5 +1,4 @@
-"""One Adam step over a piece of optimizer state, in place: the only optimizer arithmetic in the
-package.
+"""One Adam step over a piece of optimizer state, in place: all optimizer arithmetic there is.
 
 It is torch's own arithmetic. The default kernel gives torch's bits for every element; the fused one
 makes a single pass over memory and differs from it in the last bit, as it does in torch. Both give

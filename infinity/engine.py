@@ -43,7 +43,7 @@ from tiering.tiers.nvme import NvmeTier
 
 @dataclass(frozen=True)
 class EngineStats:
-    """What an engine is and has done. Bytes and seconds; counters run from the end of `initialize`."""
+    """What an engine is and has done. Bytes and seconds; counters start when `initialize` ends."""
 
     steps: int
     parameter_numel: int
@@ -246,10 +246,10 @@ class InfinityEngine:
         )
 
     def close(self) -> None:
-        """Wait for what is under way, remove the swap folder, and leave the model with released
-        parameters.
+        """Wait for what is under way and remove the swap folder.
 
-        A second call does nothing.
+        The model's parameters stay released: take ``module.state_dict()`` before, if its weights
+        are wanted. A second call does nothing.
         """
         self._finalizer()
 
@@ -465,7 +465,7 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _compute_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """The type to compute in: as configured, else the storage type where the device is fast in it."""
+    """As configured, else the storage type where the device is fast in it."""
     chosen = config.tiering.compute_dtype
     if chosen != "auto":
         return torch.bfloat16 if chosen == "bf16" else torch.float32

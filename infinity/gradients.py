@@ -66,9 +66,7 @@ class UnitGradients:
         return self._pending <= 0
 
     def close(self) -> None:
-        """The unit's backward is over: reduce, and let the record go. Nothing to do if nothing
-        came.
-        """
+        """The unit's backward is over: reduce, and let the record go, if anything came."""
         self._pending = len(self.unit.parameters)
         if self._lease is None or self._whole is None:
             return
@@ -80,7 +78,7 @@ class UnitGradients:
         self._lease = self._whole = None
 
     def lease(self) -> Lease:
-        """The record, to be read by the update; its tensor ``gradient`` has shape (shard numel,)."""
+        """The record, for the update to read: ``gradient``, shape (shard numel,)."""
         return self._pager.lease(self.unit.records.gradient.key, Access.READ)
 
     def discard(self) -> None:

@@ -73,9 +73,7 @@ class Hooks:
         )
 
     def copy_on_state_dict(self, module: nn.Module) -> None:
-        """Have ``state_dict()`` return ordinary copies of the module's own parameters, unit after
-        unit.
-        """
+        """Have ``state_dict()`` return ordinary copies of the module's own parameters."""
 
         def before(_module: nn.Module, _prefix: str, _keep_vars: bool) -> None:  # noqa: FBT001
             self._schedule.begin_copy()

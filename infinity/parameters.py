@@ -31,7 +31,7 @@ class Pager(Protocol):
         ...
 
     def expose(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Their memory is about to be handed out in a way that hides later changes from autograd."""
+        """Their memory is about to be handed out in a way that hides later changes."""
         ...
 
 
@@ -53,27 +53,30 @@ def _methods(*names: str) -> Iterator[Callable[..., Any]]:
 _METADATA: frozenset[Callable[..., Any]] = frozenset(
     [
         *_accessors(
-            "__get__", "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad", "grad_fn", "is_cpu",
-            "is_cuda", "is_meta", "is_sparse", "is_quantized", "is_nested", "itemsize", "nbytes", "names", "name",
-            "output_nr", "retains_grad", "_version", "_base", "_grad", "_grad_fn", "_backward_hooks",
-            "_post_accumulate_grad_hooks",
-        ),
-        *_methods(
-            "size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex",
-            "is_signed", "is_inference", "get_device", "register_hook", "register_post_accumulate_grad_hook",
-            "requires_grad_", "retain_grad", "_is_view", "__len__", "__hash__",
+            "__get__",
+            *("shape", "dtype", "device", "ndim", "layout", "itemsize", "nbytes", "names", "name"),
+            *("is_cpu", "is_cuda", "is_meta", "is_sparse", "is_quantized", "is_nested"),
+            *("requires_grad", "is_leaf", "grad", "grad_fn", "output_nr", "retains_grad"),
+            *("_version", "_base", "_grad", "_grad_fn"),
+            *("_backward_hooks", "_post_accumulate_grad_hooks"),
         ),
         *_accessors(
             "__set__", "requires_grad", "grad", "_backward_hooks", "_post_accumulate_grad_hooks"
         ),
         *_accessors("__delete__", "grad"),
+        *_methods(
+            *("size", "dim", "ndimension", "numel", "nelement", "element_size", "get_device"),
+            *("is_floating_point", "is_complex", "is_signed", "is_inference", "_is_view"),
+            *("register_hook", "register_post_accumulate_grad_hook", "requires_grad_"),
+            *("retain_grad", "__len__", "__hash__"),
+        ),
         torch.numel,
         torch.is_floating_point,
         torch.is_complex,
         torch.is_tensor,
         torch.is_inference,
     ]
-)  # fmt: skip
+)
 
 # What hands out memory that can be changed without autograd's version counter noticing.
 _EXPOSING: frozenset[Callable[..., Any]] = frozenset(
@@ -126,7 +129,7 @@ class ReleasedParameter(nn.Parameter):
         if func in _LAYOUT:
             return _LAYOUT[func](*args, **kwargs)
         if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
                 return func(*args, **kwargs)
         if func is torch.Tensor.__reduce_ex__:
             _refuse_copy()
@@ -140,7 +143,7 @@ class ReleasedParameter(nn.Parameter):
     def _released(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[nn.Parameter]:
         return (leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is cls)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:  # type: ignore[override]
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Refuse: a copy would gather the whole model."""
         _refuse_copy()
 
@@ -152,7 +155,8 @@ class ReleasedParameter(nn.Parameter):
 def _refuse_copy() -> NoReturn:
     raise RuntimeError(
         "the model's parameters are paged out, so it cannot be copied or pickled as a whole; "
-        "use engine.module.state_dict() for its weights, or copy the model before infinity.initialize()"
+        "use engine.module.state_dict() for its weights, or copy the model before "
+        "infinity.initialize()"
     )
 
 

@@ -1,5 +1,4 @@
-"""Where each parameter lies in its unit, which part of the unit a rank owns, and how that is cut
-into tiles.
+"""Where parameters lie in their unit, which part a rank owns, and how that is cut into tiles.
 
 Pure arithmetic on element counts. Every boundary is a multiple of `ALIGN_NUMEL`, because vectorised
 updates of ranges that begin elsewhere differ in the last bit, and then the cut would change

@@ -1,5 +1,4 @@
-"""How large the arena is and how the optimizer state is cut: a sum over the actual records, term by
-term.
+"""How large the arena is and how optimizer state is cut: a sum over the actual records.
 
 Pure. It is made before any work starts, so that a budget that cannot do is refused with the sum
 that shows why.
@@ -113,8 +112,9 @@ _Term = tuple[str, int]
 
 
 def _kept(units: Sequence[UnitSize], homes: Homes, types: Types) -> list[_Term]:
-    """Records at home in the arena; one shard more, for an update while the old weights are still
-    looked at.
+    """Records at home in the arena.
+
+    One shard more, for an update while the old weights are still looked at.
     """
     terms = []
     if homes.shards is Tier.HOST:
@@ -173,6 +173,7 @@ def _total(terms: Sequence[_Term]) -> int:
 def _too_small(terms: Sequence[_Term], budget_bytes: int) -> str:
     lines = "".join(f"\n  {nbytes:>16,} bytes  {what}" for what, nbytes in terms)
     return (
-        f"tiering.host_memory is {budget_bytes:,} bytes, which cannot hold what must be in host memory "
-        f"at once:{lines}\n  {_total(terms):>16,} bytes  together: the smallest budget that would do"
+        f"tiering.host_memory is {budget_bytes:,} bytes, which cannot hold what must be in host "
+        f"memory at once:{lines}\n  {_total(terms):>16,} bytes  together: the smallest budget that "
+        "would do"
     )

@@ -1,5 +1,4 @@
-"""What happens to units at module boundaries: gather before use, release after, fetch ahead
-meanwhile.
+"""What happens to units at module boundaries: gather, release, and fetch ahead meanwhile.
 
 Note: when a unit is released
 ----------------------------- In forward, when the scope that needed it is left, unless the trace
@@ -126,7 +125,7 @@ class Schedule:
     # -- access from outside
 
     def fetch(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Make these parameters present, and let go of others that were fetched like this before."""
+        """Make these parameters present, and let go of others that were fetched like this."""
         wanted = list(dict.fromkeys(self._owner[p][0] for p in parameters))
         self._active.update(wanted)  # so that none of them goes to make room for another
         try:

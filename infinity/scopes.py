@@ -1,5 +1,4 @@
-"""Which parameters are gathered together: from the module tree to scopes and their parameter
-groups.
+"""Which parameters are gathered together: from the module tree to scopes and groups.
 
 A *scope* is a module whose forward needs certain parameters present: an element of a `ModuleList`
     or `Sequential` (a

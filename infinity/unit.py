@@ -202,7 +202,7 @@ class Unit:
         return self._slot.tensors(spec)["flat"]
 
     def release(self) -> None:
-        """Take the parameters' memory away; nothing to do if it is. A change by the user is kept."""
+        """Take the parameters' memory away, if they have any. A change by the user is kept."""
         if self.state is UnitState.RELEASED:
             return
         if self._changed():
@@ -251,8 +251,9 @@ class Unit:
 
     @torch.no_grad()
     def _adopt(self) -> None:
-        """Keep the present values: in the shard, and in the master weights where they differ from
-        what those round to.
+        """Keep the present values.
+
+        In the shard, and in the master weights where they differ from what those round to.
         """
         assert self.flat is not None
         for parameter, place in zip(self.parameters, self.layout.parameters, strict=True):

@@ -1,5 +1,4 @@
-"""Walks the trace against the store: tells it what is used next, and has records fetched before
-their use.
+"""Walks the trace against the store, and has records fetched before their use.
 
 One `Prefetcher` serves one store. Its clients bracket each pass with `begin` and `end` and lease
 records through it. Fetching ahead happens in `advance`, which its client calls where time passes:
@@ -32,11 +31,11 @@ class Prefetcher:
         store.order_by(self.distance)
 
     def begin(self, kind: str) -> None:
-        """A pass of this kind starts. It may start inside another, which goes on after its `end`."""
+        """A pass of this kind starts; inside another, perhaps, which goes on after its `end`."""
         self._passes.append((kind, TraceCursor(self._traces.get(kind))))
 
     def end(self) -> None:
-        """The innermost pass is over; what it used is what its kind is expected to use next time."""
+        """The innermost pass is over; its kind is expected to use the same next time."""
         kind, cursor = self._passes.pop()
         self._traces[kind] = cursor.recorded()
 
@@ -50,7 +49,7 @@ class Prefetcher:
         return tuple(kind for kind, _ in self._passes)
 
     def lease(self, key: str, access: Access) -> Lease:
-        """Note the use in the pass under way, if there is one, and lease the record from the store."""
+        """Note the use in the pass under way, if any, and lease the record from the store."""
         if self._passes:
             self._passes[-1][1].use(Use(key, access))
         return self._store.lease(key, access)
@@ -60,9 +59,7 @@ class Prefetcher:
         return self.distance(key) == 0
 
     def distance(self, key: str) -> float:
-        """Uses until the next one of ``key``, in the innermost pass that knows it; inf if none
-        does.
-        """
+        """Uses until the next of ``key``, in the innermost pass that knows it; inf if none does."""
         for _, cursor in reversed(self._passes):
             away = cursor.expected.distance(key, cursor.position)
             if away < math.inf:
@@ -70,9 +67,7 @@ class Prefetcher:
         return math.inf
 
     def advance(self) -> None:
-        """Finish hops that have ended, then start reads of what is used soon, as far as room
-        allows.
-        """
+        """Finish hops that have ended, then start reads of what is used soon, if there is room."""
         self._store.poll()
         if not self._passes:
             return

@@ -2,8 +2,8 @@
 
 Note: the states of a record
 ----------------------------
-A record at home on the device or in the host arena is RESIDENT (or EMPTY before it has contents) and does no I/O. One
-at home on NVMe goes round::
+A record at home on the device or in the host arena is RESIDENT (or EMPTY before it has contents)
+and does no I/O. One at home on NVMe goes round::
 
       EMPTY --overwrite--> DIRTY --write--> WRITING --done--> CLEAN --evict--> COLD
                              ^                 |                ^               |
@@ -120,7 +120,7 @@ class Lease:
         self._tensors: dict[str, torch.Tensor] | None = entry.slot.tensors(entry.spec)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """The tensor of that name. A view taken from it may outlive the lease and keeps its memory."""
+        """The tensor of that name. A view of it may outlive the lease and keeps its memory."""
         if self._tensors is None:
             raise RecordError(f"record {self._entry.spec.key!r}: the lease was released")
         return self._tensors[name]
@@ -194,7 +194,7 @@ class TieredStore:
         self._distance = distance
 
     def relieve_by(self, relieve: Callable[[], bool]) -> None:
-        """Ask this before giving up for lack of room; it releases leases and says whether it did."""
+        """Ask this before giving up for lack of room: it releases leases and says if it did."""
         self._relieve = relieve
 
     # -- use
@@ -331,7 +331,8 @@ class TieredStore:
     def _prepare_update(self, entry: Entry) -> None:
         if entry.leases > 1:
             raise RecordError(
-                f"record {entry.spec.key!r} has {entry.leases - 1} other leases and can't be changed in place"
+                f"record {entry.spec.key!r} has {entry.leases - 1} other leases and can't be "
+                "changed in place"
             )
         self._settle(entry)
         assert entry.slot is not None
@@ -347,9 +348,7 @@ class TieredStore:
             self._replace_slot(entry)
 
     def _replace_slot(self, entry: Entry) -> None:
-        """Give the entry a slot of its own; the memory of the one it had goes when its last tensor
-        does.
-        """
+        """Give the entry a new slot; the memory of the old one goes when its last tensor does."""
         self._drop_slot(entry)
         self._attach(entry, self._make_slot(entry))
 
@@ -389,8 +388,9 @@ class TieredStore:
             self.stats.waited_s[hop] += time.perf_counter() - begin
 
     def _settle_unasked(self, entry: Entry) -> None:
-        """The same for an entry nobody needs yet: a read that failed is then no error, since
-        whoever needs the record reads it again and is told.
+        """The same for an entry nobody needs yet.
+
+        A read that failed is no error then: whoever needs the record reads it again and is told.
         """
         reading = entry.state is State.READING
         try:
@@ -432,8 +432,7 @@ class TieredStore:
                 return self._last_resort(key, nbytes, placement)
 
     def _last_resort(self, key: str, nbytes: int, placement: Placement) -> Slot:
-        """Room that the caller's own tensors keep is not the budget's to lose: as much is taken
-        beside the arena.
+        """Room beside the arena, as much as the caller's own tensors keep of it.
 
         Raises:
             ArenaFullError: nobody keeps that much.
@@ -444,8 +443,9 @@ class TieredStore:
             return self.arena.allocate(nbytes, owner=key, placement=placement)
         if not beside_bytes:
             warnings.warn(
-                f"tensors that you took from parameters keep {kept_bytes} bytes of the arena; as much memory is "
-                "taken beside tiering.host_memory; let them go, or clone() them, to stay within it",
+                f"tensors that you took from parameters keep {kept_bytes} bytes of the arena; as "
+                "much memory is taken beside tiering.host_memory; let them go, or clone() them, to "
+                "stay within it",
                 TieringWarning,
                 stacklevel=2,
             )

@@ -40,9 +40,7 @@ class Use(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """What the arena holds of one record, or would have to give for it. All bytes; 0 where it does
-    not apply.
-    """
+    """What the arena holds of one record, or would have to give for it, in bytes."""
 
     evictable_bytes: int
     """Counted as room, unless the record is used soon."""
@@ -64,9 +62,7 @@ class Trace:
         return len(self.uses)
 
     def distance(self, key: str, position: int) -> float:
-        """How many uses away the next use of ``key`` is, from ``position`` on and cyclically; inf
-        if there is none.
-        """
+        """Uses from ``position`` to the next one of ``key``, cyclically; inf if there is none."""
         positions = self._positions.get(key)
         if not positions:
             return math.inf
@@ -91,9 +87,7 @@ class TraceCursor:
         self._seen: list[Use] = []
 
     def use(self, use: Use) -> None:
-        """Note a use. The expected position moves behind it, or stays if it was not expected at
-        all.
-        """
+        """Note a use. The position moves behind it, or stays if it was not expected at all."""
         self._seen.append(use)
         away = self.expected.distance(use.key, self.position)
         self.divergences += away != 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +84,7 @@ def train(
 
 
 class Reference:
-    """Plain torch on a copy of the model: fp32 masters, weights rounded to the storage type,
-    gradients likewise.
-    """
+    """Plain torch on a copy of the model: fp32 masters, weights and gradients rounded."""
 
     def __init__(
         self,
@@ -169,7 +167,6 @@ def model() -> nn.Module:
 
 
 @pytest.fixture(autouse=True)
-def _same_random_numbers() -> Iterator[None]:
+def _same_random_numbers() -> None:
     """Each test starts from the same random state."""
     torch.manual_seed(1234)
-    yield

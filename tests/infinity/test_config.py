@@ -41,9 +41,10 @@ def test_unknown_keys_name_the_nearest_one_and_are_reported_together() -> None:
             }
         )
     text = str(error.value)
+    zero = "zero_optimization"
     for key, near in {
-        "zero_optimization.offload_params": "zero_optimization.offload_param",
-        "zero_optimization.stage3_max_live_paramaters": "zero_optimization.stage3_max_live_parameters",
+        f"{zero}.offload_params": f"{zero}.offload_param",
+        f"{zero}.stage3_max_live_paramaters": f"{zero}.stage3_max_live_parameters",
         "aio.blocksize": "aio.block_size",
     }.items():
         assert f"{key}: unknown key; did you mean {near!r}?" in text
@@ -64,7 +65,7 @@ def test_unknown_keys_name_the_nearest_one_and_are_reported_together() -> None:
                 "offload_param": {"device": "nvme"},
                 "offload_optimizer": {"device": "nvme", "nvme_path": "/there"},
             },
-            r"offload_param\.nvme_path must name a folder on the drive \(its sibling has '/there'\)",
+            r"offload_param\.nvme_path must name a folder .* \(its sibling has '/there'\)",
         ),
     ],
 )
@@ -98,7 +99,7 @@ def test_batch_sizes_complete_each_other_or_are_refused_with_the_product() -> No
             "gradient_accumulation_steps": 3,
         }
     )
-    with pytest.raises(ConfigError, match="16 is not .*= 24"):
+    with pytest.raises(ConfigError, match=r"16 is not .*= 24"):
         wrong.batch(world_size=4)
 
 
@@ -112,9 +113,7 @@ def test_io_settings_that_cannot_work_are_refused(aio: dict[str, int], word: str
 
 
 def test_a_path_that_cannot_be_used_is_refused_before_anything_moves(tmp_path: Path) -> None:
-    """A regular file in its place is an error that names it, and the model is as it was; a missing
-    folder is made.
-    """
+    """A file in its place is an error and the model is as it was; a missing folder is made."""
     blocked = tmp_path / "file"
     blocked.write_text("x")
     model = base_model()

@@ -20,18 +20,31 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 def _llama() -> nn.Module:
     config = transformers.LlamaConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=True, use_cache=False,
-    )  # fmt: skip
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
     torch.manual_seed(0)
     return transformers.LlamaForCausalLM(config)
 
 
 def _gpt2() -> nn.Module:
     config = transformers.GPT2Config(
-        vocab_size=96, n_positions=32, n_embd=32, n_layer=3, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0, use_cache=False,
-    )  # fmt: skip
+        vocab_size=96,
+        n_positions=32,
+        n_embd=32,
+        n_layer=3,
+        n_head=4,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+    )
     torch.manual_seed(0)
     return transformers.GPT2LMHeadModel(config)
 
@@ -115,9 +128,7 @@ def test_a_functional_tied_head(tmp_path: Path) -> None:
 
 
 def test_containers_of_parameters_and_custom_functions(tmp_path: Path) -> None:
-    """ParameterList, ParameterDict, direct parameters, and an autograd Function that saves a
-    weight.
-    """
+    """ParameterList, ParameterDict, and an autograd Function that saves a weight."""
 
     class Scale(torch.autograd.Function):
         @staticmethod

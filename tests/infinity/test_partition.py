@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +20,7 @@ def test_shards_tile_the_flat_buffer_exactly(sizes: list[int], ranks: int) -> No
     shards = [layout.shard(rank) for rank in range(ranks)]
     assert shards[0].start == 0
     assert shards[-1].stop == layout.numel
-    assert all(a.stop == b.start for a, b in zip(shards, shards[1:], strict=False))
+    assert all(a.stop == b.start for a, b in pairwise(shards))
     assert all(s.start % ALIGN_NUMEL == 0 and s.numel == layout.shard_numel for s in shards)
 
 
@@ -42,7 +44,7 @@ def test_tiles_cover_a_shard_once(units: int, start: int, most: int) -> None:
     cut = tiles(shard, tile_numel=most)
     assert sum(t.numel for t in cut) == shard.numel
     assert all(0 < t.numel <= most and t.start % ALIGN_NUMEL == 0 for t in cut)
-    assert all(a.stop == b.start for a, b in zip(cut, cut[1:], strict=False))
+    assert all(a.stop == b.start for a, b in pairwise(cut))
 
 
 def test_a_tile_smaller_than_the_alignment_is_refused() -> None:

@@ -1,6 +1,4 @@
-"""The plan: the arena is the sum of what must be in host memory at once, and a budget below it is
-refused.
-"""
+"""The arena is the sum of what must be in host memory at once; a budget below it is refused."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ def test_without_a_budget_the_arena_is_gradients_and_buffers() -> None:
 
 
 def test_a_smaller_budget_makes_smaller_tiles_then_spills_gradients_then_is_refused() -> None:
-    """In this order; the error shows the sum and the smallest budget, and that budget is accepted."""
+    """In this order; the error shows the sum and the smallest budget, which is accepted."""
     whole = make_plan(UNITS, ALL_NVME, BF16, budget_bytes=None, sub_group_numel=None)
     less = make_plan(
         UNITS, ALL_NVME, BF16, budget_bytes=whole.arena_bytes - 2**23, sub_group_numel=None

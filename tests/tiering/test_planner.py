@@ -23,9 +23,7 @@ holdings = st.dictionaries(
 def test_the_chosen_fit_beside_everything_used_up_to_the_last_of_them(
     upcoming: list[Use], held: dict[str, Holding], room_bytes: int
 ) -> None:
-    """Room for the chosen, for what is overwritten before them, and for what stays because it is
-    used before them.
-    """
+    """Room for the chosen, and for all that is overwritten or kept because it is used earlier."""
     nothing = Holding(0, 0)
     chosen = fetch_ahead(upcoming, holding=lambda k: held.get(k, nothing), room_bytes=room_bytes)
     if not chosen:

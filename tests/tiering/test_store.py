@@ -190,9 +190,7 @@ def test_a_tensor_that_outlives_its_lease_never_changes(
 def test_a_failed_read_is_raised_where_the_record_is_needed_and_can_be_tried_again(
     tmp_path: Path,
 ) -> None:
-    """A read ahead that failed is silent; the lease reads again; an error then leaves the record on
-    the drive.
-    """
+    """An error leaves the record on the drive, and the next lease reads again."""
     rule_ = FaultRule(FaultAction.ERRNO, value=errno.EIO, writes=False)
     setup = make(tmp_path, slots=1, faults=Faults(rules=(rule_,)))
     for key in "ab":

@@ -61,8 +61,9 @@ class DeviceSlot:
 
     @property
     def is_aliased(self) -> bool:
-        """Whether a tensor handed out earlier is still alive. On a GPU the allocator looks after
-        that: False.
+        """Whether a tensor handed out earlier is still alive.
+
+        On a GPU the allocator looks after that, and this is False.
         """
         return any(r() is not None for r in self._handed_out)
 
@@ -96,8 +97,9 @@ class DeviceTier:
         self._spare[block.nbytes].append(block)
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
-        """The tensor on the device: itself on a CPU, a copy on a GPU (complete for later work on
-        the stream).
+        """The tensor on the device: itself on a CPU, a copy on a GPU.
+
+        The copy is complete for all later work on the current stream.
         """
         return host if self.device.type == "cpu" else host.to(self.device)
 
