@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 # Folders that only one person's machine has.
@@ -103,6 +104,42 @@ def test_importing_the_packages_prints_and_warns_nothing() -> None:
         text=True,
     )
     assert ran.stdout + ran.stderr == ""
+
+
+def readme_blocks(language: str) -> list[str]:
+    """The README's code in a language, in order."""
+    return re.findall(
+        rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL
+    )
+
+
+def test_the_training_example_of_the_readme_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = readme_blocks("json")[0].replace("/mnt/nvme", str(tmp_path)).replace("8GiB", "8MiB")
+    Path("ds_config.json").write_text(config)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1), Mean())
+    before = model[0].weight.detach().float().clone()
+    example = readme_blocks("python")[0]
+    exec(example, {"model": model, "batches": [torch.ones(4, 8, dtype=torch.bfloat16)]})
+    assert not torch.equal(before, model[0].weight.detach().float())
+
+
+def test_the_swapping_example_of_the_readme_gives_the_tensor_back(tmp_path: Path) -> None:
+    example = readme_blocks("python")[1].replace("/mnt/nvme", str(tmp_path))
+    names: dict[str, object] = {"tensor": torch.arange(5)}
+    exec(example, names)
+    assert torch.equal(names["restored"], torch.arange(5))  # type: ignore[arg-type]
+
+
+class Mean(torch.nn.Module):
+    """A loss of its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a scalar, whatever the shape of ``x``."""
+        return x.mean()
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -17,7 +18,7 @@ from infinity.demo.model import GPT
 from infinity.demo.options import Options, engine_config, parse
 from infinity.demo.train import TORCH_DTYPES, PlainTorch, train
 from tiering.aio import AioConfig, AioEngine
-from tiering.errors import TieringError
+from tiering.errors import TieringError, TieringWarning
 
 _PROBE_S = 1.0
 
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     console = Console()
     try:
-        with _folder(options):
+        with _folder(options), _warnings_as_notes():
             result = _run(options, console)
     except TieringError as error:
         Console(stderr=True).print(f"error: {error}", style="red", markup=False, soft_wrap=True)
@@ -60,6 +61,22 @@ def _folder(options: Options) -> Iterator[None]:
         if made:
             with contextlib.suppress(OSError):
                 options.path.rmdir()
+
+
+@contextlib.contextmanager
+def _warnings_as_notes() -> Iterator[None]:
+    """Show the package's warnings without the line of code they come from."""
+    with warnings.catch_warnings():
+        plain = warnings.formatwarning
+        warnings.formatwarning = lambda message, category, filename, lineno, line=None: (
+            f"note: {message}\n"
+            if issubclass(category, TieringWarning)
+            else plain(message, category, filename, lineno, line)
+        )
+        try:
+            yield
+        finally:
+            warnings.formatwarning = plain
 
 
 def _run(options: Options, console: Console) -> report.Result:
@@ -94,7 +111,12 @@ def _drive_speed(options: Options) -> float:
     if options.offload != "nvme":
         return 0.0
     seconds = _PROBE_S / 10 if options.smoke else _PROBE_S
-    with contextlib.closing(AioEngine(AioConfig(backend=options.backend))) as backend:
+    with contextlib.ExitStack() as closing:
+        # What the backend has to say, the engine's own is going to say again.
+        closing.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore", TieringWarning)
+        backend = AioEngine(AioConfig(backend=options.backend))
+        closing.callback(backend.close)
         return probe.measure_drive(backend, options.path, seconds=seconds)
 
 

@@ -280,9 +280,15 @@ def _traffic_rows(result: Result) -> list[Row]:
         Row(
             "backend",
             f"{stats.backend}, {'direct' if stats.direct_io else 'through the page cache'}",
-            stats.backend_reason or "io_uring is allowed here",
+            _backend_reason(result),
         ),
     ]
+
+
+def _backend_reason(result: Result) -> str:
+    if result.options.backend != "auto":
+        return "asked for"
+    return result.stats.backend_reason or "io_uring is allowed here"
 
 
 def _memory_rows(result: Result) -> list[Row]:

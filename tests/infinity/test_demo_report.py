@@ -102,6 +102,11 @@ def test_the_table_sets_the_bytes_beside_the_least_possible() -> None:
     assert "time over plain torch" not in rows
 
 
+def test_a_backend_that_was_asked_for_needs_no_reason() -> None:
+    run = result(step(3.0, 6.0), arguments=("--backend", "threads"))
+    assert {row.name: row for row in report.rows(run)}["backend"].note == "asked for"
+
+
 def test_the_table_has_the_ratio_to_plain_torch_when_it_ran() -> None:
     rows = {row.name: row for row in report.rows(result(*[step(3.0, 6.0, 4.0)] * 3))}
     assert rows["time over plain torch"].value == "1.50 (median)"
