@@ -79,12 +79,6 @@ class Drive(NamedTuple):
     aio: AioEngine
     tier: NvmeTier
 
-    def close(self) -> None:
-        """Let transfers end, and remove the folder."""
-        self.tier.close()
-        self.aio.close()
-        self.folder.close()
-
 
 class InfinityEngine:
     """Trains a model whose weights and optimizer state are paged. Made by `infinity.initialize`.
@@ -288,7 +282,9 @@ class InfinityEngine:
         self._arena = Arena(plan.arena_bytes)
         self._drives = self._open_drives(faults)
         self._device_tier = DeviceTier(self.device)
-        self._store = TieredStore(self._arena, self._device_tier)
+        self._store = TieredStore(
+            self._arena, self._device_tier, patience_s=self.config.tiering.io_timeout_s
+        )
         self._pager = Prefetcher(self._store)
         self._schedule = Schedule(self._pager)
         self._store.relieve_by(self._schedule.relieve)
@@ -350,10 +346,11 @@ class InfinityEngine:
                 ),
                 faults=faults,
             )
-            self._closing.callback(engine.close)
+            tier = NvmeTier(folder, engine)
+            self._closing.callback(tier.close)
+            self._closing.callback(engine.close, self.config.tiering.io_timeout_s)
             engine.register(self._arena.memory)
-            drives[path] = Drive(folder, engine, NvmeTier(folder, engine))
-            self._closing.callback(drives[path].tier.close)
+            drives[path] = Drive(folder, engine, tier)
         return drives
 
     def _make_units(

@@ -35,12 +35,14 @@ import torch
 
 from tiering.aio.backend import Transfer
 from tiering.arena import Arena, Placement, Slot
-from tiering.errors import RecordError, TieringWarning, TransferError
+from tiering.errors import RecordError, TieringWarning, TransferError, TransferTimeoutError
 from tiering.records import aligned_bytes
 from tiering.spec import RecordSpec, Tier
 from tiering.tiers.device import DeviceSlot, DeviceTier
 from tiering.tiers.nvme import NvmeTier
 from tiering.trace import Access, Holding
+
+PATIENCE_S = 60.0
 
 
 class State(enum.Enum):
@@ -154,12 +156,15 @@ class TieredStore:
     Args:
         arena: host memory for everything that passes or stays there.
         device: the device tier.
+        patience_s: longest wait for one transfer; a drive that takes longer is reported, not
+            waited for.
     """
 
-    def __init__(self, arena: Arena, device: DeviceTier) -> None:
+    def __init__(self, arena: Arena, device: DeviceTier, *, patience_s: float = PATIENCE_S) -> None:
         self.arena = arena
         self.stats = StoreStats()
         self._device = device
+        self._patience_s = patience_s
         self._entries: dict[str, Entry] = {}
         self._beside: weakref.WeakSet[Arena] = weakref.WeakSet()
         self._held: dict[str, Entry] = {}  # at home on NVMe, with a slot; last used last
@@ -207,6 +212,7 @@ class TieredStore:
                 changed in place.
             ArenaFullError: there is no room and nothing that could make some.
             TransferError: the read failed; the record stays on the drive.
+            TransferTimeoutError: it did not end in time; names it.
         """
         entry = self._entry(key)
         entry.leases += 1  # first, so that making room for it never takes its own slot
@@ -403,8 +409,10 @@ class TieredStore:
         """Take the state behind a hop; blocks while the hop is under way."""
         transfer, reading = _transfer(entry), entry.state is State.READING
         try:
-            transfer.wait()
+            transfer.wait(self._patience_s)
             entry.state = State.CLEAN
+        except TransferTimeoutError:
+            raise  # still under way: nothing has changed
         except TransferError:
             if reading:
                 self._drop_slot(entry)

@@ -332,4 +332,5 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 StoreMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
-TestStoreMachine = StoreMachine.TestCase
+# An overwritten record that is still being read keeps its old memory beside the arena.
+TestStoreMachine = pytest.mark.filterwarnings("ignore:tensors that you")(StoreMachine.TestCase)

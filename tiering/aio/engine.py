@@ -214,9 +214,8 @@ class AioEngine:
         self._finalizer.detach()
 
     def _start(self, order: Order, file: File, after: Transfer | None) -> AioTransfer:
-        flight = self._core.start(self._own(file), order, self._own_flight(after))
         self._tell_fallback()
-        return AioTransfer(flight)
+        return AioTransfer(self._core.start(self._own(file), order, self._own_flight(after)))
 
     def _own(self, file: File) -> OpenFile:
         if not isinstance(file, AioFile) or file.opened.core is not self._core:
