@@ -223,7 +223,7 @@ class InfinityEngine:
             arena_budget_bytes=arena.capacity_bytes,
             arena_used_bytes=arena.used_bytes,
             arena_peak_bytes=arena.peak_bytes,
-            arena_huge_bytes=self._arena.memory.page_report().huge_bytes,
+            arena_huge_bytes=self._huge_bytes,
             device_spare_bytes=self._device_tier.spare_bytes(),
             nvme_read_bytes=sum(d.tier.read_bytes for d in self._drives.values())
             - self._initial[0],
@@ -280,6 +280,7 @@ class InfinityEngine:
         self._compute_dtype = _compute_dtype(self.config, self.device)
         plan = self._plan(parts, layouts)
         self._arena = Arena(plan.arena_bytes)
+        self._huge_bytes = self._arena.memory.page_report().huge_bytes
         self._drives = self._open_drives(faults)
         self._device_tier = DeviceTier(self.device)
         self._store = TieredStore(
