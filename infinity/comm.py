@@ -9,6 +9,11 @@ import torch
 import torch.distributed as dist
 
 
+# Newer releases of torch have other names for the same two collectives.
+_ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
 class Communicator:
     """The ranks that share each unit.
 
@@ -33,7 +38,7 @@ class Communicator:
         """
         if self.size == 1:
             return shard
-        dist.all_gather_into_tensor(whole, shard)
+        _ALL_GATHER(whole, shard)
         return whole
 
     def reduce_scatter(self, whole: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
@@ -48,5 +53,5 @@ class Communicator:
         """
         if self.size == 1:
             return whole
-        dist.reduce_scatter_tensor(shard, whole.div_(self.size))
+        _REDUCE_SCATTER(shard, whole.div_(self.size))
         return shard

@@ -107,6 +107,10 @@ class InfinityEngine:
         self._pid = os.getpid()
         self._comm = Communicator()
         self.batch: Batch = config.batch(world_size=self._comm.size)
+        if self._comm.size > 1:
+            raise ConfigError(
+                f"this process group has {self._comm.size} ranks; one is what works so far"
+            )
         self._micro_steps = 0
         self._closing = contextlib.ExitStack()
         try:
@@ -239,6 +243,11 @@ class InfinityEngine:
             compute_dtype=str(self._compute_dtype).removeprefix("torch."),
         )
 
+    def flush(self) -> None:
+        """Write everything that is newer in memory to the drive, and wait until it is written."""
+        self._check_open()
+        self._store.flush()
+
     def close(self) -> None:
         """Wait for what is under way and remove the swap folder.
 
@@ -283,6 +292,8 @@ class InfinityEngine:
         self._huge_bytes = self._arena.memory.page_report().huge_bytes
         self._drives = self._open_drives(faults)
         self._device_tier = DeviceTier(self.device)
+        for buffer in self.module.buffers():
+            buffer.data = buffer.to(self.device)
         self._store = TieredStore(
             self._arena, self._device_tier, patience_s=self.config.tiering.io_timeout_s
         )
