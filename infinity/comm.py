@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-
 # Newer releases of torch have other names for the same two collectives.
 _ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)

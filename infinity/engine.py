@@ -289,7 +289,8 @@ class InfinityEngine:
         self._compute_dtype = _compute_dtype(self.config, self.device)
         plan = self._plan(parts, layouts)
         self._arena = Arena(plan.arena_bytes)
-        self._huge_bytes = self._arena.memory.page_report().huge_bytes
+        huge_bytes = self._arena.memory.page_report().huge_bytes
+        self._huge_bytes = min(huge_bytes, self._arena.capacity_bytes)
         self._drives = self._open_drives(faults)
         self._device_tier = DeviceTier(self.device)
         for buffer in self.module.buffers():

@@ -24,6 +24,8 @@ from tiering.prefetch import Prefetcher
 from tiering.store import Lease, TieredStore
 from tiering.trace import Access
 
+_PART_NUMEL = 2**20  # widened at once for the norm
+
 
 class Run(NamedTuple):
     """Neighbouring elements of a tile that are updated alike."""
@@ -110,8 +112,7 @@ class PagedAdam(torch.optim.Optimizer):
         squares = []
         for gradients in active:
             with gradients.lease() as lease:
-                norm = torch.linalg.vector_norm(lease["gradient"], dtype=torch.float32)
-            squares.append(float(norm) ** 2)
+                squares += (_square_sum(part) for part in lease["gradient"].split(_PART_NUMEL))
             self._pager.advance()
         self.global_grad_norm = math.sqrt(math.fsum(squares))
         return min(1.0, self._max_norm / (self.global_grad_norm + 1e-6))
@@ -194,3 +195,8 @@ class PagedAdam(torch.optim.Optimizer):
         if self._scratch is None or self._scratch.numel() < numel or self._scratch.device != device:
             self._scratch = torch.empty(numel, dtype=torch.float32, device=device)
         return self._scratch[:numel].copy_(gradient)
+
+
+def _square_sum(gradient: torch.Tensor) -> float:
+    norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+    return float(norm) ** 2
