@@ -1,6 +1,6 @@
 """What an engine, its files and its transfers share: the C engine and the transfers on their way.
 
-Who keeps what alive: `Core` holds each `Flight` until it has ended, and the flight holds its
+Who keeps what alive: `Core` holds each flight until it has ended, and the flight holds its
 memory, its file and the flight it waits for. So a user may drop a transfer at any time. A flight
 stands among the pending ones before C hears of it, and C writes its id into memory the flight owns:
 an interrupt between two Python instructions cannot lose one that is under way.
@@ -21,19 +21,14 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from tiering.aio.backend import FileInfo, Memory
 from tiering.aio.config import BACKENDS, AioConfig, Faults
+from tiering.aio.flight import Flight, Order, Outcome, failure, foreign_process
 from tiering.aio.native import ffi, lib
 from tiering.aio.reasons import why_no_uring, why_not_open
-from tiering.errors import (
-    ConfigError,
-    EngineClosedError,
-    SpaceError,
-    TransferError,
-    TransferTimeoutError,
-)
+from tiering.errors import ConfigError, EngineClosedError, TransferError
 
 if TYPE_CHECKING:  # these exist for the type checker only
     from tiering.aio._native import Aio, Options, Result, Stats
@@ -41,52 +36,6 @@ if TYPE_CHECKING:  # these exist for the type checker only
 _WAIT_SLICE_S = 0.1  # between two looks for signals such as Ctrl-C
 _SWEPT_AT_ONCE = 2
 _FINALIZER_S = 5.0  # how long a forgotten engine lets its transfers end
-_OUT_OF_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
-
-
-class Order(NamedTuple):
-    """What a transfer is asked to do.
-
-    Args:
-        verb: "read" or "write".
-        memory: from where or to where.
-        at: first byte of the memory.
-        nbytes: how many.
-        offset: first byte of the file.
-    """
-
-    verb: str
-    memory: Memory
-    at: int
-    nbytes: int
-    offset: int
-
-    def check(self, path: str) -> None:
-        """Raise `ConfigError` where the numbers cannot be."""
-        if self.nbytes < 0 or self.offset < 0 or self.at < 0:
-            raise ConfigError(
-                f"{self.verb} of {path}: at={self.at}, nbytes={self.nbytes}, offset={self.offset}; "
-                "none may be negative"
-            )
-        if self.at + self.nbytes > self.memory.nbytes:
-            raise ConfigError(
-                f"{self.verb} of {path}: bytes {self.at} to {self.at + self.nbytes} of a memory "
-                f"of {self.memory.nbytes} bytes"
-            )
-
-
-class Outcome(NamedTuple):
-    """How a transfer ended.
-
-    Args:
-        errno: 0 or the kernel's reason.
-        done_bytes: how far it got.
-        error_offset: file offset where it failed.
-    """
-
-    errno: int
-    done_bytes: int
-    error_offset: int
 
 
 class OpenFile:
@@ -107,8 +56,8 @@ class OpenFile:
         self.is_open = True
 
 
-class Flight:
-    """One transfer on its way, and then how it ended.
+class NativeFlight(Flight):
+    """One transfer on its way through C.
 
     Args:
         file: of which file.
@@ -116,46 +65,17 @@ class Flight:
     """
 
     def __init__(self, file: OpenFile, order: Order) -> None:
+        super().__init__(file.path, order)
         self.core = file.core
-        self.path = file.path
-        self.text = f"{order.verb} of {order.nbytes} bytes at offset {order.offset} of {file.path}"
-        self.nbytes = order.nbytes
         self.ids = ffi.new("uint64_t[1]")
-        self.outcome: Outcome | None = None
-        self.was_closed = False
         # Kept alive until the end.
         self.file: OpenFile | None = file
-        self.memory: Memory | None = order.memory
-        self.after: Flight | None = None
-
-    @property
-    def has_ended(self) -> bool:
-        """Well or not."""
-        return self.outcome is not None or self.was_closed
+        self.after: NativeFlight | None = None
 
     def end(self, outcome: Outcome | None) -> None:
         """Note the outcome, or None when the engine closed first, and let go of what was kept."""
-        self.outcome = outcome
-        self.was_closed = outcome is None
-        self.file = self.memory = self.after = None
-
-    def raise_failure(self) -> None:
-        """Raise what the outcome means, if it is a failure."""
-        outcome = self.outcome
-        if outcome is None:
-            raise EngineClosedError(f"the engine was closed before the {self.text} had ended")
-        if not outcome.errno:
-            return
-        message = (
-            f"{self.text} failed at offset {outcome.error_offset} "
-            f"with {outcome.done_bytes} of {self.nbytes} bytes done"
-        )
-        if outcome.errno == errno.ECANCELED:
-            message = f"{self.text} was not started, since the transfer it waited for failed"
-        elif outcome.errno == errno.ENODATA:
-            message += f", where the file ends at {outcome.error_offset}"
-        kind = SpaceError if outcome.errno in _OUT_OF_SPACE else TransferError
-        raise kind(message, errno=outcome.errno, path=self.path)
+        super().end(outcome)
+        self.file = self.after = None
 
 
 class Core:
@@ -173,7 +93,7 @@ class Core:
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
-        self._pending: dict[Flight, None] = {}
+        self._pending: dict[NativeFlight, None] = {}
         self._callers = 0
         self._is_closing = False
         self._registered: Memory | None = None
@@ -184,25 +104,25 @@ class Core:
         """What `register` was last given."""
         return self._registered.nbytes if self._registered else 0
 
-    def start(self, file: OpenFile, order: Order, after: Flight | None) -> Flight:
+    def start(self, file: OpenFile, order: Order, after: NativeFlight | None) -> NativeFlight:
         """Put a transfer on its way."""
         order.check(file.path)
         self._check_process()
-        flight = Flight(file, order)
+        flight = NativeFlight(file, order)
         with self._lock:
             if self._aio is None or self._is_closing:
                 raise EngineClosedError(f"the engine is closed; no {flight.text}")
             if not file.is_open:
                 raise ConfigError(f"the file is closed; no {flight.text}")
             self._sweep(self._aio)
-            if after and after.outcome and after.outcome.errno:
+            if after and after.has_failed:
                 flight.end(Outcome(errno.ECANCELED, 0, order.offset))
             else:
                 flight.after = after if after and not after.has_ended else None
                 self._submit(self._aio, flight, file, order)
         return flight
 
-    def poll(self, flight: Flight) -> bool:
+    def poll(self, flight: NativeFlight) -> bool:
         """Whether it has ended."""
         self._check_process()
         with self._lock:
@@ -210,15 +130,10 @@ class Core:
                 self._look_after(self._aio, flight)
             return flight.has_ended
 
-    def wait(self, flight: Flight, timeout_s: float | None) -> None:
+    def wait(self, flight: NativeFlight, timeout_s: float | None) -> None:
         """Return when it has ended, well or not."""
         if not self._await(flight, _deadline(timeout_s)):
-            raise TransferTimeoutError(
-                f"{flight.text} is still pending after {timeout_s} s, "
-                f"with {self._done_bytes(flight)} bytes done",
-                errno=errno.ETIME,
-                path=flight.path,
-            )
+            raise flight.timeout(timeout_s, self._done_bytes(flight))
 
     def open_file(self, path: str) -> OpenFile:
         """Open an existing file."""
@@ -245,20 +160,14 @@ class Core:
         deadline = _deadline(timeout_s)
         for flight in self._close_or_list_users(file):
             if not self._await(flight, deadline):
-                raise TransferTimeoutError(
-                    f"{file.path} cannot be closed: {flight.text} is still pending "
-                    f"after {timeout_s} s",
-                    errno=errno.ETIME,
-                    path=file.path,
-                )
+                raise flight.in_the_way(timeout_s)
 
     def sync_file(self, file: OpenFile) -> None:
         """Return when everything written to it is on the drive."""
         with self._use() as aio:
             error = -lib.aio_file_sync(aio, file.number) if file.is_open else errno.EBADF
         if error:
-            kind = SpaceError if error in _OUT_OF_SPACE else TransferError
-            raise kind(f"sync of {file.path} failed", errno=error, path=file.path)
+            raise failure(f"sync of {file.path} failed", error, file.path)
 
     def register(self, memory: Memory) -> None:
         """Register memory with the ring, where it lets us."""
@@ -307,10 +216,7 @@ class Core:
     def _check_process(self) -> None:
         """A forked child must not even take the lock: a thread it lacks may hold it."""
         if os.getpid() != self._owner:
-            raise EngineClosedError(
-                f"this engine belongs to process {self._owner}; process {os.getpid()} was forked "
-                "from it and must open its own"
-            )
+            raise foreign_process(self._owner, os.getpid())
 
     @contextlib.contextmanager
     def _use(self) -> Iterator[Aio]:
@@ -331,7 +237,7 @@ class Core:
 
     # With the lock held.
 
-    def _submit(self, aio: Aio, flight: Flight, file: OpenFile, order: Order) -> None:
+    def _submit(self, aio: Aio, flight: NativeFlight, file: OpenFile, order: Order) -> None:
         request = ffi.new("struct aio_request *")
         request.op = lib.AIO_READ if order.verb == "read" else lib.AIO_WRITE
         request.file = file.number
@@ -353,12 +259,12 @@ class Core:
                 del self._pending[flight]
                 self._pending[flight] = None
 
-    def _look_after(self, aio: Aio, flight: Flight) -> None:
+    def _look_after(self, aio: Aio, flight: NativeFlight) -> None:
         result = ffi.new("struct aio_result *")
         if not lib.aio_wait(aio, flight.ids[0], 0, result):
             self._note_end(aio, flight, result)
 
-    def _note_end(self, aio: Aio, flight: Flight, result: Result) -> None:
+    def _note_end(self, aio: Aio, flight: NativeFlight, result: Result) -> None:
         if flight.has_ended:
             return
         flight.end(Outcome(-result.error, result.done_bytes, result.error_offset))
@@ -367,7 +273,7 @@ class Core:
 
     # Without it.
 
-    def _await(self, flight: Flight, deadline: float | None) -> bool:
+    def _await(self, flight: NativeFlight, deadline: float | None) -> bool:
         """Wait in slices, so that signals are seen. Returns whether it has ended."""
         result = ffi.new("struct aio_result *")
         while not flight.has_ended:
@@ -381,13 +287,13 @@ class Core:
                 break
         return flight.has_ended
 
-    def _done_bytes(self, flight: Flight) -> int:
+    def _done_bytes(self, flight: NativeFlight) -> int:
         result = ffi.new("struct aio_result *")
         with self._use() as aio:
             lib.aio_wait(aio, flight.ids[0], 0, result)
         return result.done_bytes
 
-    def _close_or_list_users(self, file: OpenFile) -> Iterator[Flight]:
+    def _close_or_list_users(self, file: OpenFile) -> Iterator[NativeFlight]:
         """Yield what is pending on the file until there is nothing, then close it."""
         while True:
             with self._lock:

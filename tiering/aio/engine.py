@@ -13,7 +13,8 @@ from types import TracebackType
 
 from tiering.aio.backend import File, FileInfo, Memory, Transfer
 from tiering.aio.config import BACKENDS, AioConfig, AioStats, Faults
-from tiering.aio.core import Core, Flight, OpenFile, Order
+from tiering.aio.core import Core, NativeFlight, OpenFile
+from tiering.aio.flight import Order
 from tiering.aio.native import check_native
 from tiering.aio.reasons import why_no_uring, why_unregistered
 from tiering.errors import ConfigError, TieringWarning
@@ -58,7 +59,7 @@ class AioTransfer:
         flight: what the engine knows of it.
     """
 
-    def __init__(self, flight: Flight) -> None:
+    def __init__(self, flight: NativeFlight) -> None:
         self.flight = flight
 
     def __repr__(self) -> str:
@@ -222,7 +223,7 @@ class AioEngine:
             raise ConfigError(f"{file!r} was not opened by this engine")
         return file.opened
 
-    def _own_flight(self, transfer: Transfer | None) -> Flight | None:
+    def _own_flight(self, transfer: Transfer | None) -> NativeFlight | None:
         if transfer is None:
             return None
         if not isinstance(transfer, AioTransfer) or transfer.flight.core is not self._core:
