@@ -102,7 +102,7 @@ class InfinityEngine:
     ) -> None:
         self.module = model
         self.config = config
-        self.device = _device_of(model)
+        self.device = compute_device(model)
         self.global_steps = 0
         self._pid = os.getpid()
         self._comm = Communicator()
@@ -462,7 +462,12 @@ def _forsaking(schedule: Schedule) -> Callable[[], None]:
     return forsake
 
 
-def _device_of(model: nn.Module) -> torch.device:
+def compute_device(model: nn.Module) -> torch.device:
+    """Where the model will compute: on the GPU if there is one, else where it is.
+
+    Raises:
+        ConfigError: its parameters are on several devices.
+    """
     devices = {p.device for p in model.parameters()}
     if len(devices) != 1:
         raise ConfigError(

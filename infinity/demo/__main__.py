@@ -17,6 +17,7 @@ from infinity.demo.corpus import read_corpus
 from infinity.demo.model import GPT
 from infinity.demo.options import Options, engine_config, parse
 from infinity.demo.train import TORCH_DTYPES, PlainTorch, train
+from infinity.engine import compute_device
 from tiering.aio import AioConfig, AioEngine
 from tiering.errors import TieringError, TieringWarning
 
@@ -86,13 +87,17 @@ def _run(options: Options, console: Console) -> report.Result:
     torch.manual_seed(options.seed)
     model = GPT(options.model)
     numel = sum(parameter.numel() for parameter in model.parameters())
-    plain = PlainTorch(model, options) if options.compare_torch else None
+    device = compute_device(model)
+    plain = PlainTorch(model, options, device) if options.compare_torch else None
     engine, *_ = infinity.initialize(model=model, config=engine_config(options, numel))
     with engine:
         stats = engine.stats()
         limits = report.Limits(
             compute_s=probe.measure_compute(
-                options.model, batch=options.batch, dtype=TORCH_DTYPES[stats.compute_dtype]
+                options.model,
+                batch=options.batch,
+                dtype=TORCH_DTYPES[stats.compute_dtype],
+                device=device,
             ),
             nvme_bytes_per_s=nvme_bytes_per_s,
         )

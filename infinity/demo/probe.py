@@ -106,20 +106,23 @@ def _chunks(backend: AioBackend, files: list[File], slots: list[Slot]) -> Iterat
         )
 
 
-def measure_compute(config: GPTConfig, *, batch: int, dtype: torch.dtype) -> float:
+def measure_compute(
+    config: GPTConfig, *, batch: int, dtype: torch.dtype, device: torch.device
+) -> float:
     """Measure forward and backward with everything in memory, on a model of a few blocks.
 
     Args:
         config: the shape of the whole model.
         batch: windows a step.
         dtype: type to compute in.
+        device: where.
 
     Returns:
         Seconds of one step of the whole model, without the update.
     """
     blocks = min(config.layers, _BLOCKS_TIMED)
-    model = GPT(dataclasses.replace(config, layers=blocks)).to(dtype)
-    ids = torch.randint(config.vocabulary, (batch, config.context + 1))
+    model = GPT(dataclasses.replace(config, layers=blocks)).to(device, dtype)
+    ids = torch.randint(config.vocabulary, (batch, config.context + 1), device=device)
     times = [_timed_pass(model, ids) for _ in range(_REPEATS)]
     # All but a hundredth of the arithmetic is in the blocks.
     return min(times) * config.layers / blocks
@@ -127,6 +130,8 @@ def measure_compute(config: GPTConfig, *, batch: int, dtype: torch.dtype) -> flo
 
 def _timed_pass(model: GPT, ids: torch.Tensor) -> float:
     start = time.perf_counter()
-    model(ids).backward()
+    loss = model(ids)
+    loss.backward()
     model.zero_grad()
+    loss.item()  # waits for a GPU
     return time.perf_counter() - start

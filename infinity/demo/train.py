@@ -54,10 +54,11 @@ class PlainTorch:
     Args:
         model: copied now, before the engine takes it.
         options: for the optimizer's settings.
+        device: where to compute.
     """
 
-    def __init__(self, model: nn.Module, options: Options) -> None:
-        self._model = copy.deepcopy(model)
+    def __init__(self, model: nn.Module, options: Options, device: torch.device) -> None:
+        self._model = copy.deepcopy(model).to(device)
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
@@ -94,7 +95,8 @@ def train(
     stats = engine.stats()
     compute_dtype = TORCH_DTYPES[stats.compute_dtype]
     end = time.perf_counter() + options.seconds
-    for ids in itertools.islice(drawn, options.steps):
+    for drawn_ids in itertools.islice(drawn, options.steps):
+        ids = drawn_ids.to(engine.device)
         loss, seconds = _timed_step(engine, ids)
         schedule.step()
         before, stats = stats, engine.stats()
