@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from infinity.unit import Home, Records, Unit
 from tiering import records as record_files
 from tiering.aio import AioConfig, AioEngine, Faults
 from tiering.arena import Arena
-from tiering.errors import ConfigError, EngineClosedError
+from tiering.errors import ConfigError, EngineClosedError, TieringWarning
 from tiering.folder import SwapFolder
 from tiering.prefetch import Prefetcher
 from tiering.spec import RecordSpec, Tier
@@ -112,6 +113,7 @@ class InfinityEngine:
                 f"this process group has {self._comm.size} ranks; one is what works so far"
             )
         self._micro_steps = 0
+        self._told_unmanaged: set[str] = set()
         self._closing = contextlib.ExitStack()
         try:
             self._build(groups, defaults, faults)
@@ -124,6 +126,7 @@ class InfinityEngine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the model's own
         """Run the model's forward."""
         self._check_open()
+        self._schedule.begin_forward()
         if not torch.is_grad_enabled():
             return self._evaluate(*args, **kwargs)
         if "train" not in self._pager.kinds:
@@ -169,16 +172,30 @@ class InfinityEngine:
             TransferError: the drive failed.
         """
         self._check_open()
-        if self._micro_steps == 0:
+        if not self.optimizer.has_gradients:
             raise RuntimeError("engine.step() without engine.backward(loss) before it")
         if not self.is_gradient_accumulation_boundary():
             return
+        self._warn_of_unmanaged()
         self._schedule.release_all()
         self.optimizer.step()
         self._micro_steps = 0
         self.global_steps += 1
         if "train" in self._pager.kinds:
             self._pager.end()
+
+    def _warn_of_unmanaged(self) -> None:
+        """Say once which parameters got a gradient that nobody will use."""
+        for name, parameter in self.module.named_parameters():
+            if parameter.grad is not None and name not in self._told_unmanaged:
+                self._told_unmanaged.add(name)
+                warnings.warn(
+                    f"parameter {name!r} got a gradient but is not trained: it was frozen, or not "
+                    "there, when infinity.initialize() was called; unfreeze it before",
+                    TieringWarning,
+                    stacklevel=3,
+                )
+            parameter.grad = None
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether a `step` now updates the weights."""

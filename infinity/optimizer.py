@@ -86,6 +86,11 @@ class PagedAdam(torch.optim.Optimizer):
         for gradients in active:
             self._update(gradients, settings, scale)
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any parameter got a gradient in this cycle."""
+        return any(gradients.arrived for gradients in self._gradients)
+
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
         """Forget the gradients of this cycle."""
         del set_to_none
@@ -109,7 +114,7 @@ class PagedAdam(torch.optim.Optimizer):
         """What gradients are multiplied by. Source: torch.nn.utils.clip_grad_norm_."""
         if not self._max_norm:
             return 1.0
-        squares = []
+        squares: list[float] = []
         for gradients in active:
             with gradients.lease() as lease:
                 squares += (_square_sum(part) for part in lease["gradient"].split(_PART_NUMEL))

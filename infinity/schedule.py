@@ -49,12 +49,16 @@ class Schedule:
 
     # -- passes
 
-    def begin_pass(self, kind: str) -> None:
-        """A forward starts; what an interrupted one left behind is cleaned up."""
-        self._in_backward = False
+    def begin_forward(self) -> None:
+        """A forward of the whole model starts; what an interrupted one left is cleaned up."""
+        if self._in_backward:
+            self.end_backward()
         self._copying = 0
         self._active.clear()
         self.release_all()
+
+    def begin_pass(self, kind: str) -> None:
+        """A pass of this kind starts, inside the one under way if there is one."""
         self._pager.begin(kind)
         self._pager.advance()
 

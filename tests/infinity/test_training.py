@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 
 import pytest
@@ -192,3 +193,94 @@ def test_groups_steer_rate_and_decay(tmp_path: Path) -> None:
         second = float(b.detach()[7])
     assert first == pytest.approx([0.99, 0.9999, 0.985], abs=1e-6)
     assert second == pytest.approx(0.9899, abs=1e-6)
+
+
+class _Fragile(nn.Module):
+    """Raises in its forward or its backward when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.fail = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.fail == "forward":
+            raise ArithmeticError(self.fail)
+        if self.fail == "backward":
+            x.register_hook(self._raise)
+        return self.second(x).square().mean()
+
+    def _raise(self, _grad: torch.Tensor) -> None:
+        raise ArithmeticError(self.fail)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_training_goes_on_after_an_exception(where: str, tmp_path: Path) -> None:
+    """What the interrupted pass left behind is cleaned up; zero_grad drops its gradients."""
+    torch.manual_seed(0)
+    model, batches = _Fragile(), list(torch.randn(3, 4, 6))
+
+    def loss_of(module: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return module(batch)  # type: ignore[no-any-return]
+
+    _, expected = Reference(model).train(3, loss_of=loss_of, batches=batches)
+    engine, *_ = infinity.initialize(model=model, config=config_for(tmp_path))
+    with engine:
+        for batch in batches:
+            model.fail = where
+            with pytest.raises(ArithmeticError):
+                engine.backward(engine(batch))
+            model.fail = ""
+            engine.zero_grad()
+            engine.backward(engine(batch))
+            engine.step()
+        assert_close(engine.module.state_dict(), expected)
+
+
+def test_evaluation_between_steps_changes_nothing(tmp_path: Path) -> None:
+    """Passes under no_grad and inference_mode, some of them cut short."""
+    model = base_model()
+    _, expected = train(copy.deepcopy(model), config_for(tmp_path), steps=4)
+    engine, *_ = infinity.initialize(model=model, config=config_for(tmp_path))
+    with engine:
+        for batch in base_batches():
+            with torch.no_grad():
+                base_loss(engine, batch)
+            with torch.inference_mode():
+                engine.module[1](torch.ones(1, 32))
+                base_loss(engine, batch)
+            loss = base_loss(engine, batch)
+            with torch.no_grad(), pytest.raises(IndexError):
+                engine(torch.full((1, 2), 100))
+            engine.backward(loss)
+            engine.step()
+        assert_equal(engine.module.state_dict(), expected)
+
+
+def test_plain_backward_and_step_without_backward(tmp_path: Path) -> None:
+    """loss.backward() does as engine.backward(loss); step() without either is an error."""
+    model = base_model()
+    _, expected = train(copy.deepcopy(model), config_for(tmp_path), steps=1)
+    engine, *_ = infinity.initialize(model=model, config=config_for(tmp_path))
+    with engine:
+        with pytest.raises(RuntimeError, match=r"without engine\.backward"):
+            engine.step()
+        base_loss(engine, base_batches()[0]).backward()
+        engine.step()
+        assert_equal(engine.module.state_dict(), expected)
+
+
+def test_a_parameter_unfrozen_too_late_is_named(tmp_path: Path) -> None:
+    """It is not trained, and one warning says so."""
+    model = base_model()
+    model[4].requires_grad_(False)
+    engine, *_ = infinity.initialize(model=model, config=config_for(tmp_path))
+    with engine:
+        model[4].requires_grad_(True)
+        for count in (2, 0):
+            engine.backward(base_loss(engine, base_batches()[0]))
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                engine.step()
+            assert len([w for w in told if "is not trained" in str(w.message)]) == count
