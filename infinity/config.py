@@ -200,6 +200,10 @@ class Tiering(_Section):
     """
     aio_backend: Literal["auto", "uring", "threads"] = "auto"
     """auto falls back to threads where io_uring is not to be had; a named one is an error then."""
+    require_native: bool = False
+    """True: nvme is an error where the compiled part cannot be loaded. False: auto falls back to
+    threads of Python there, with a warning.
+    """
     io_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     """Longest wait for one transfer of the drive, in seconds; after that an error names it."""
     max_unit_numel: Positive = 2**28

@@ -31,7 +31,7 @@ from infinity.schedule import Schedule
 from infinity.scopes import Group, Scope, find_scopes
 from infinity.unit import Home, Records, Unit
 from tiering import records as record_files
-from tiering.aio import AioConfig, AioEngine, Faults
+from tiering.aio import AioConfig, AnyEngine, Faults, open_engine
 from tiering.arena import Arena
 from tiering.errors import ConfigError, EngineClosedError, TieringWarning
 from tiering.folder import SwapFolder
@@ -77,7 +77,7 @@ class Drive(NamedTuple):
     """One swap folder and what reads and writes it."""
 
     folder: SwapFolder
-    aio: AioEngine
+    aio: AnyEngine
     tier: NvmeTier
 
 
@@ -368,11 +368,12 @@ class InfinityEngine:
             assert path is not None
             folder = SwapFolder(path)
             self._closing.callback(folder.close)
-            engine = AioEngine(
+            engine = open_engine(
                 AioConfig(
                     block_bytes=aio.block_size,
                     queue_depth=aio.queue_depth,
                     backend=self.config.tiering.aio_backend,
+                    require_native=self.config.tiering.require_native,
                 ),
                 faults=faults,
             )

@@ -34,7 +34,7 @@ from typing import Final, Generic, NamedTuple, TypeVar
 import torch
 from typing_extensions import Self
 
-from tiering.aio import AioConfig, AioEngine
+from tiering.aio import AioConfig, open_engine
 from tiering.aio.backend import AioBackend, Transfer
 from tiering.arena import Arena, ArenaStats, Slot
 from tiering.errors import (
@@ -228,7 +228,7 @@ class TensorSwapper:
         host_memory_bytes: the arena through which everything moves; it bounds the memory in use,
             not the size of a tensor.
         aio: how the drive is driven; defaults fit an NVMe drive.
-        backend: what moves the bytes, instead of an `AioEngine` of ``aio``; closed with the
+        backend: what moves the bytes, instead of the engine that ``aio`` asks for; closed with the
             swapper.
 
     Raises:
@@ -258,7 +258,7 @@ class TensorSwapper:
         self._folder = SwapFolder(path)
         self._arena = Arena(host_memory_bytes)
         self._piece_bytes = _piece_bytes(self._arena.capacity_bytes)
-        self._backend = backend or AioEngine(aio or AioConfig())
+        self._backend = backend or open_engine(aio)
         self._backend.register(self._arena.memory)
         self._tier = NvmeTier(self._folder, self._backend)
 

@@ -1,4 +1,4 @@
-"""An engine with a file and memory, on either backend."""
+"""An engine with a file and memory, on every backend."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tiering.aio import AioConfig, AioEngine, AioFile, AioTransfer, Faults, PinnedMemory
-from tiering.aio.backend import FileInfo
+from tiering.aio import AioConfig, AioEngine, AnyEngine, Faults, PinnedMemory, PureEngine
+from tiering.aio.backend import File, FileInfo, Transfer
 from tiering.errors import ConfigError
 
 MEMORY_BYTES = 8 * 2**20
@@ -21,8 +21,8 @@ PATTERN = bytes(range(251)) * (HALF // 251 + 1)
 class Bench:
     """One file, and memory of which the first half is written and the second read into."""
 
-    engine: AioEngine
-    file: AioFile
+    engine: AnyEngine
+    file: File
     memory: PinnedMemory
 
     @property
@@ -30,17 +30,13 @@ class Bench:
         """How the file can be reached."""
         return self.file.info
 
-    def write(
-        self, at: int, nbytes: int, offset: int, after: AioTransfer | None = None
-    ) -> AioTransfer:
+    def write(self, at: int, nbytes: int, offset: int, after: Transfer | None = None) -> Transfer:
         """Start writing from the first half."""
         return self.engine.write(
             self.file, self.memory, at=at, nbytes=nbytes, offset=offset, after=after
         )
 
-    def read(
-        self, at: int, nbytes: int, offset: int, after: AioTransfer | None = None
-    ) -> AioTransfer:
+    def read(self, at: int, nbytes: int, offset: int, after: Transfer | None = None) -> Transfer:
         """Start reading into the second half."""
         return self.engine.read(
             self.file, self.memory, at=HALF + at, nbytes=nbytes, offset=offset, after=after
@@ -71,12 +67,38 @@ def has_uring() -> bool:
     return True
 
 
-@pytest.fixture(params=["uring", "threads"], scope="module")
+@pytest.fixture(params=["uring", "threads", "python"], scope="module")
 def backend(request: pytest.FixtureRequest, has_uring: bool) -> str:
-    """Each backend in turn."""
-    if request.param == "uring" and not has_uring:
+    """Each backend in turn, that of Python alone included."""
+    return _present(request.param, has_uring)
+
+
+@pytest.fixture(params=["uring", "threads"], scope="module")
+def native_backend(request: pytest.FixtureRequest, has_uring: bool) -> str:
+    """Each backend of the C engine in turn, for what only that has: faults, and its insides."""
+    return _present(request.param, has_uring)
+
+
+def _present(name: str, has_uring: bool) -> str:
+    if name == "uring" and not has_uring:
         pytest.skip("io_uring is refused on this machine")
-    return str(request.param)
+    return name
+
+
+def start_engine(backend: str, *, faults: Faults | None = None, **options: int) -> AnyEngine:
+    """An engine of the backend with that name."""
+    if backend == "python":
+        return PureEngine(AioConfig(**options))
+    return AioEngine(AioConfig(backend=backend, **options), faults=faults)
+
+
+StartEngine = Callable[..., AnyEngine]
+
+
+@pytest.fixture(scope="session", name="start_engine")
+def _start_engine() -> StartEngine:
+    """The function of that name."""
+    return start_engine
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +113,7 @@ def make_bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeBench]:
         path.touch()
         memory = PinnedMemory(MEMORY_BYTES)
         memory.buffer(0, HALF)[:] = PATTERN[:HALF]
-        config = AioConfig(backend=backend, **{"block_bytes": 65536, **options})
-        engine = AioEngine(config, faults=faults)
+        engine = start_engine(backend, faults=faults, **{"block_bytes": 65536, **options})
         made.append(Bench(engine, engine.open(str(path)), memory))
         return made[-1]
 

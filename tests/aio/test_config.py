@@ -45,27 +45,6 @@ def test_faults_are_checked_too() -> None:
         Faults(force_alignment_bytes=1000)
 
 
-def test_without_the_compiled_part_the_package_imports_and_use_says_why() -> None:
-    """The loader's message is passed on."""
-    script = (
-        "import sys, types\n"
-        "sys.modules['tiering'] = types.ModuleType('tiering')\n"
-        "sys.modules['tiering'].__path__ = ['tiering']  # without torch\n"
-        "sys.modules['tiering.aio._native'] = None\n"
-        "import tiering.aio\n"
-        "from tiering.errors import ConfigError\n"
-        "for make in (tiering.aio.AioEngine, lambda: tiering.aio.PinnedMemory(1)):\n"
-        "    try:\n"
-        "        make()\n"
-        "    except ConfigError as error:\n"
-        "        print(error)\n"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True
-    )
-    assert ran.stdout.count("native I/O is not available: import of tiering.aio._native") == 2
-
-
 def build_settings(**environment: str) -> subprocess.CompletedProcess[str]:
     """What the build would do, said by the build script itself."""
     script = (

@@ -33,31 +33,33 @@ def rules(*given: FaultRule) -> Faults:
 
 
 def test_a_short_completion_is_continued_from_the_aligned_offset_below(
-    make_bench: MakeBench, backend: str
+    make_bench: MakeBench, native_backend: str
 ) -> None:
     """4096 + 100 bytes reported, of which only the aligned 4096 moved: all bytes arrive."""
     short = FaultRule(FaultAction.SHORT, value=4096 + 100, writes=False)
-    bench = make_bench(backend, faults=rules(short), block_bytes=MIB)
+    bench = make_bench(native_backend, faults=rules(short), block_bytes=MIB)
     assert bench.round_trip(0, MIB, 0)
     assert bench.engine.stats().short_transfers == 1
 
 
 @pytest.mark.parametrize(("reads", "error"), [(True, errno.ENODATA), (False, errno.EIO)])
 def test_two_attempts_without_progress_are_an_error(
-    make_bench: MakeBench, backend: str, reads: bool, error: int
+    make_bench: MakeBench, native_backend: str, reads: bool, error: int
 ) -> None:
     """There is no endless loop."""
     stuck = FaultRule(FaultAction.SHORT, value=0, every=1, reads=reads, writes=not reads)
-    bench = make_bench(backend, faults=rules(stuck))
+    bench = make_bench(native_backend, faults=rules(stuck))
     with pytest.raises(TransferError) as caught:
         bench.round_trip(0, 4096, 0)
     assert caught.value.errno in {error, errno.ECANCELED}
 
 
-def test_transient_refusals_are_retried_and_counted(make_bench: MakeBench, backend: str) -> None:
+def test_transient_refusals_are_retried_and_counted(
+    make_bench: MakeBench, native_backend: str
+) -> None:
     """Every third EAGAIN, every fifth EINTR: a batch arrives whole."""
     bench = make_bench(
-        backend,
+        native_backend,
         faults=rules(
             FaultRule(FaultAction.ERRNO, value=errno.EAGAIN, first=3, every=3),
             FaultRule(FaultAction.ERRNO, value=errno.EINTR, first=5, every=5),
@@ -71,21 +73,21 @@ def test_transient_refusals_are_retried_and_counted(make_bench: MakeBench, backe
     assert bench.engine.stats().retries > 64
 
 
-def test_a_refusal_that_never_ends_is_an_error(make_bench: MakeBench, backend: str) -> None:
+def test_a_refusal_that_never_ends_is_an_error(make_bench: MakeBench, native_backend: str) -> None:
     """Retries are bounded."""
     again = FaultRule(FaultAction.ERRNO, value=errno.EAGAIN, every=1)
-    bench = make_bench(backend, faults=rules(again))
+    bench = make_bench(native_backend, faults=rules(again))
     with pytest.raises(TransferError) as caught:
         bench.write(0, 4096, 0).wait()
     assert caught.value.errno == errno.EAGAIN
 
 
 def test_a_failure_names_operation_file_offset_and_bytes(
-    make_bench: MakeBench, backend: str
+    make_bench: MakeBench, native_backend: str
 ) -> None:
     """The third block of a write fails."""
     failing = FaultRule(FaultAction.ERRNO, value=errno.EIO, first=3)
-    bench = make_bench(backend, faults=rules(failing), queue_depth=1)
+    bench = make_bench(native_backend, faults=rules(failing), queue_depth=1)
     transfer = bench.write(0, 4 * 65536, 65536)
     for _ in range(2):  # it is raised as often as it is asked for
         with pytest.raises(TransferError) as caught:
@@ -96,18 +98,18 @@ def test_a_failure_names_operation_file_offset_and_bytes(
     assert transfer.done()
 
 
-def test_a_full_drive_has_its_own_exception(make_bench: MakeBench, backend: str) -> None:
+def test_a_full_drive_has_its_own_exception(make_bench: MakeBench, native_backend: str) -> None:
     """Callers that make room can tell it from the rest."""
     full = FaultRule(FaultAction.ERRNO, value=errno.ENOSPC)
     with pytest.raises(SpaceError):
-        make_bench(backend, faults=rules(full)).write(0, 4096, 0).wait()
+        make_bench(native_backend, faults=rules(full)).write(0, 4096, 0).wait()
 
 
 def test_a_lost_completion_ends_in_a_timeout_and_close_ends_all_the_same(
-    make_bench: MakeBench, backend: str
+    make_bench: MakeBench, native_backend: str
 ) -> None:
     """The timeout names what is pending; after the close the transfer says it never ended."""
-    bench = make_bench(backend, faults=SWALLOW_READS)
+    bench = make_bench(native_backend, faults=SWALLOW_READS)
     bench.write(0, 8192, 0).wait()
     transfer = bench.read(0, 4096, 4096)
     with pytest.raises(TransferTimeoutError, match=r"pending after 0\.01 s") as caught:
@@ -123,9 +125,9 @@ def test_a_lost_completion_ends_in_a_timeout_and_close_ends_all_the_same(
         transfer.wait()
 
 
-def test_a_wait_can_be_interrupted(make_bench: MakeBench, backend: str) -> None:
+def test_a_wait_can_be_interrupted(make_bench: MakeBench, native_backend: str) -> None:
     """A signal handler that raises ends the wait; the transfer stays pending."""
-    bench = make_bench(backend, faults=SWALLOW_READS)
+    bench = make_bench(native_backend, faults=SWALLOW_READS)
     bench.write(0, 4096, 0).wait()
     transfer = bench.read(0, 4096, 0)
 
@@ -143,10 +145,10 @@ def test_a_wait_can_be_interrupted(make_bench: MakeBench, backend: str) -> None:
     assert not transfer.done()
 
 
-def test_a_wait_lets_other_threads_run(make_bench: MakeBench, backend: str) -> None:
+def test_a_wait_lets_other_threads_run(make_bench: MakeBench, native_backend: str) -> None:
     """The interpreter lock is free while a delayed read is waited for."""
     delayed = FaultRule(FaultAction.DELAY, value=300_000, writes=False)
-    bench = make_bench(backend, faults=rules(delayed))
+    bench = make_bench(native_backend, faults=rules(delayed))
     bench.write(0, 4096, 0).wait()
     waiter = threading.Thread(target=bench.read(0, 4096, 0).wait)
     waiter.start()
@@ -156,20 +158,20 @@ def test_a_wait_lets_other_threads_run(make_bench: MakeBench, backend: str) -> N
     assert turns >= 10
 
 
-def test_delayed_completions_overlap(make_bench: MakeBench, backend: str) -> None:
+def test_delayed_completions_overlap(make_bench: MakeBench, native_backend: str) -> None:
     """The second of two reads ends while the first one is still held back."""
     delayed = FaultRule(FaultAction.DELAY, value=60_000_000, writes=False)
-    bench = make_bench(backend, faults=rules(delayed))
+    bench = make_bench(native_backend, faults=rules(delayed))
     bench.write(0, 8192, 0).wait()
     held = bench.read(0, 4096, 0)
     bench.read(4096, 4096, 4096).wait()
     assert not held.done()
 
 
-def test_many_threads_wait_for_one_transfer(make_bench: MakeBench, backend: str) -> None:
+def test_many_threads_wait_for_one_transfer(make_bench: MakeBench, native_backend: str) -> None:
     """Each of them sees it end."""
     delayed = FaultRule(FaultAction.DELAY, value=20_000)
-    transfer = make_bench(backend, faults=rules(delayed)).write(0, 4096, 0)
+    transfer = make_bench(native_backend, faults=rules(delayed)).write(0, 4096, 0)
     ended = []
 
     def wait() -> None:
@@ -248,13 +250,15 @@ def test_a_refused_registration_costs_one_warning_and_no_bytes(
     assert bench.round_trip(0, 4 * 65536, 0)
 
 
-def test_registered_memory_carries_the_same_bytes(make_bench: MakeBench, backend: str) -> None:
+def test_registered_memory_carries_the_same_bytes(
+    make_bench: MakeBench, native_backend: str
+) -> None:
     """With the ring it counts as registered; threads say that they have no use for it."""
-    bench = make_bench(backend)
+    bench = make_bench(native_backend)
     bench.engine.register(bench.memory)
     assert bench.round_trip(1, 4 * 65536 + 1, 3)
     stats = bench.engine.stats()
-    if backend == "threads":
+    if native_backend == "threads":
         assert "thread backend" in stats.register_reason
     elif not stats.register_reason:
         assert stats.registered_bytes == bench.memory.nbytes

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import subprocess
 import sys
+import warnings
 import weakref
 from pathlib import Path
 
@@ -13,9 +15,18 @@ import pytest
 import torch
 
 from tiering.aio import PinnedMemory
+from tiering.aio import memory as aio_memory
 from tiering.errors import ConfigError
 
 MIB = 2**20
+
+
+@pytest.fixture(params=["NativePages", "PythonPages"], autouse=True)
+def mapping(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Memory mapped in C, and as it is mapped where the compiled part is missing."""
+    name: str = request.param
+    monkeypatch.setattr(aio_memory, "map_pages", getattr(aio_memory, name))
+    return name
 
 
 def is_mapped(address: int) -> bool:
@@ -32,7 +43,7 @@ def test_memory_is_writable_zeroed_and_aligned() -> None:
     assert memory.nbytes == 4 * MIB + 1
     assert memory.address % 4096 == 0
     assert bytes(memory.buffer(0, 4096)) == bytes(4096)
-    memory.buffer(4 * MIB, 1)[0] = b"x"
+    memory.buffer(4 * MIB, 1)[:] = b"x"
     assert bytes(memory.buffer(4 * MIB)) == b"x"
 
 
@@ -97,14 +108,15 @@ def test_a_buffer_outside_the_memory_is_refused(at: int, nbytes: int) -> None:
     assert len(memory.buffer(MIB)) == 0
 
 
-def test_too_little_memory_is_an_exception() -> None:
+def test_too_little_memory_is_an_exception(mapping: str) -> None:
     """A process limited to little address space is told so and lives on."""
     script = (
         "import resource, sys, types\n"
         "sys.modules['tiering'] = types.ModuleType('tiering')\n"
         "sys.modules['tiering'].__path__ = ['tiering']  # without torch\n"
-        "from tiering.aio import PinnedMemory\n"
+        "from tiering.aio import PinnedMemory, memory\n"
         "from tiering.errors import ConfigError\n"
+        "memory.map_pages = getattr(memory, sys.argv[1])\n"
         "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
         "resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, used + 2**28))\n"
         "try:\n"
@@ -113,7 +125,7 @@ def test_too_little_memory_is_an_exception() -> None:
         "    print(error)\n"
     )
     ran = subprocess.run(
-        [sys.executable, "-c", script],
+        [sys.executable, "-c", script, mapping],
         cwd=Path(__file__).parents[2],
         check=True,
         capture_output=True,
@@ -121,3 +133,18 @@ def test_too_little_memory_is_an_exception() -> None:
     )
     assert "Cannot allocate memory" in ran.stdout
     assert "ulimit -v" in ran.stdout
+
+
+def test_a_forked_child_gets_no_copy_of_the_bytes(mapping: str) -> None:
+    """With copies, the parent's pages would move while the drive writes to them."""
+    if mapping == "NativePages":
+        pytest.skip("the child would crash: it has not even the addresses")
+    memory = PinnedMemory(MIB)
+    memory.buffer(0, 5)[:] = b"bytes"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # that we fork beside threads
+        child = os.fork()
+    if not child:
+        os._exit(bytes(memory.buffer(0, 5)) != bytes(5))
+    assert os.waitpid(child, 0)[1] == 0
+    assert bytes(memory.buffer(0, 5)) == b"bytes"

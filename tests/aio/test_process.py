@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tiering.aio import AioConfig, AioEngine
 from tiering.errors import EngineClosedError
 
 if TYPE_CHECKING:
-    from conftest import MakeBench
+    from conftest import MakeBench, StartEngine
 
 ROOT = Path(__file__).parents[2]
 # tiering imports torch, which takes seconds; what is tested here stands on its own.
@@ -122,29 +121,31 @@ def test_a_child_forked_in_the_middle_of_waits_is_refused_all_the_same(
         worker.join()
 
 
-def test_no_descriptor_is_left_behind(backend: str, tmp_path: Path) -> None:
+def test_no_descriptor_is_left_behind(
+    start_engine: StartEngine, backend: str, tmp_path: Path
+) -> None:
     """Neither of files, nor of rings, nor of what was never closed by hand."""
     path = tmp_path / "data.bin"
     path.touch()
-    AioEngine(AioConfig(backend=backend)).close()
+    start_engine(backend).close()
     before = descriptors()
     for _ in range(20):
-        with AioEngine(AioConfig(backend=backend)) as engine:
+        with start_engine(backend) as engine:
             opened = [engine.open(str(path)) for _ in range(5)]
             opened[0].close()
     assert descriptors() <= before
 
 
-def test_no_thread_is_left_behind(backend: str) -> None:
+def test_no_thread_is_left_behind(start_engine: StartEngine, backend: str) -> None:
     """Every worker has gone when close returns."""
-    AioEngine(AioConfig(backend=backend)).close()
+    start_engine(backend).close()
     before = thread_count()
     for _ in range(20):
-        AioEngine(AioConfig(backend=backend)).close()
+        start_engine(backend).close()
     assert thread_count() <= before
 
 
-def test_a_process_may_end_without_closing(backend: str, tmp_path: Path) -> None:
+def test_a_process_may_end_without_closing(native_backend: str, tmp_path: Path) -> None:
     """What was started has then ended."""
     path = tmp_path / "data.bin"
     path.touch()
@@ -157,7 +158,7 @@ def test_a_process_may_end_without_closing(backend: str, tmp_path: Path) -> None
         memory.buffer()[:] = b"x" * 2**22
         engine.write(engine.open(sys.argv[2]), memory, nbytes=2**22, offset=0)
         """,
-        backend,
+        native_backend,
         str(path),
     )
     assert path.read_bytes() == b"x" * 2**22
@@ -269,7 +270,7 @@ def test_where_ring_calls_are_forbidden_threads_do_the_work(
     assert "backend 'uring' cannot be had" in second
 
 
-def test_many_processes_may_start_at_once(backend: str) -> None:
+def test_many_processes_may_start_at_once(native_backend: str) -> None:
     """Nothing is compiled or rewritten when the package is imported."""
     script = (
         WITHOUT_TORCH + "from tiering.aio import AioConfig, AioEngine\n"
@@ -277,7 +278,7 @@ def test_many_processes_may_start_at_once(backend: str) -> None:
         "assert 'torch' not in sys.modules\n"
     )
     started = [
-        subprocess.Popen([sys.executable, "-W", "error", "-c", script, backend], cwd=ROOT)
+        subprocess.Popen([sys.executable, "-W", "error", "-c", script, native_backend], cwd=ROOT)
         for _ in range(8)
     ]
     assert [process.wait() for process in started] == [0] * 8

@@ -54,10 +54,12 @@ def test_after_orders_transfers_of_the_same_memory(make_bench: MakeBench, backen
     assert bench.is_same(0, 8 * PAGE)
 
 
-def test_a_failure_cancels_all_that_waits_for_it(make_bench: MakeBench, backend: str) -> None:
+def test_a_failure_cancels_all_that_waits_for_it(
+    make_bench: MakeBench, native_backend: str
+) -> None:
     """However far down the chain, and also what is started when it has failed already."""
     failing = FaultRule(FaultAction.ERRNO, value=errno.EIO, reads=False)
-    bench = make_bench(backend, faults=Faults(rules=(failing,)))
+    bench = make_bench(native_backend, faults=Faults(rules=(failing,)))
     first = bench.write(0, PAGE, 0)
     chain = [bench.read(0, PAGE, 0, after=first)]
     for _ in range(100):
@@ -86,10 +88,10 @@ def test_a_success_that_was_seen_can_still_be_waited_for(
 
 
 def test_transfers_that_nobody_waits_for_do_not_pile_up(
-    make_bench: MakeBench, backend: str
+    make_bench: MakeBench, native_backend: str
 ) -> None:
     """Each new one looks after two old ones."""
-    bench = make_bench(backend)
+    bench = make_bench(native_backend)
     last = None
     for _ in range(2000):
         last = bench.write(0, PAGE, 0, after=last)
@@ -99,10 +101,10 @@ def test_transfers_that_nobody_waits_for_do_not_pile_up(
     assert len(bench.engine._core._pending) <= 4
 
 
-def test_a_transfer_may_be_dropped(make_bench: MakeBench, backend: str) -> None:
+def test_a_transfer_may_be_dropped(make_bench: MakeBench, native_backend: str) -> None:
     """The engine keeps its memory alive until it has ended, and no longer."""
     delayed = FaultRule(FaultAction.DELAY, value=20_000)
-    bench = make_bench(backend, faults=Faults(rules=(delayed,)))
+    bench = make_bench(native_backend, faults=Faults(rules=(delayed,)))
     memory = PinnedMemory(PAGE)
     alive = weakref.ref(memory)
     bench.engine.write(bench.file, memory, nbytes=PAGE, offset=0)
@@ -190,13 +192,13 @@ def test_a_closed_engine_says_so(make_bench: MakeBench, backend: str) -> None:
 
 
 def test_an_engine_that_nobody_holds_closes_itself_and_ends_its_transfers(
-    make_bench: MakeBench, backend: str, tmp_path: Path
+    make_bench: MakeBench, native_backend: str, tmp_path: Path
 ) -> None:
     """A transfer that outlives its engine has ended well."""
     path = tmp_path / "data.bin"
     path.touch()
     memory = PinnedMemory(2**20)
-    engine = AioEngine(make_bench(backend).engine.config)
+    engine = AioEngine(make_bench(native_backend).engine.config)
     transfer = engine.write(engine.open(str(path)), memory, nbytes=2**20, offset=0)
     core = weakref.ref(engine._core)
     del engine
@@ -209,10 +211,10 @@ def test_an_engine_that_nobody_holds_closes_itself_and_ends_its_transfers(
 
 
 def test_an_engine_in_a_cycle_is_closed_by_the_collector_inside_a_call(
-    make_bench: MakeBench, backend: str
+    make_bench: MakeBench, native_backend: str
 ) -> None:
     """The finalizer does not wait for the very call it runs in."""
-    engine = AioEngine(make_bench(backend).engine.config)
+    engine = AioEngine(make_bench(native_backend).engine.config)
     core = engine._core
     cycle = [engine]
     cycle.append(cycle)

@@ -92,7 +92,7 @@ RULES = st.builds(
 )
 def test_faults_end_in_equal_bytes_or_in_an_exception(
     make_bench: MakeBench,
-    backend: str,
+    native_backend: str,
     tmp_path_factory: pytest.TempPathFactory,
     rules: list[FaultRule],
     cap: int,
@@ -102,7 +102,7 @@ def test_faults_end_in_equal_bytes_or_in_an_exception(
 ) -> None:
     """Short transfers, refusals, failures and delays in any order never end in wrong bytes."""
     faults = Faults(rules=tuple(rules), max_transfer_bytes=cap)
-    bench = make_bench(backend, faults=faults, queue_depth=4)
+    bench = make_bench(native_backend, faults=faults, queue_depth=4)
     with bench.engine:
         try:
             is_same = bench.round_trip(at, nbytes, offset)
@@ -111,19 +111,21 @@ def test_faults_end_in_equal_bytes_or_in_an_exception(
     assert is_same
 
 
-def test_more_than_one_kernel_transfer_is_continued(make_bench: MakeBench, backend: str) -> None:
+def test_more_than_one_kernel_transfer_is_continued(
+    make_bench: MakeBench, native_backend: str
+) -> None:
     """A cap on one transfer splits; it is not taken for a short one."""
-    bench = make_bench(backend, faults=Faults(max_transfer_bytes=2**20), block_bytes=2**22)
+    bench = make_bench(native_backend, faults=Faults(max_transfer_bytes=2**20), block_bytes=2**22)
     assert bench.round_trip(0, 3 * 2**20 + 517, 0)
     assert bench.engine.stats().short_transfers == 0
 
 
 @pytest.mark.parametrize("align", [512, 4096, 65536])
 def test_the_alignment_that_is_reported_is_respected(
-    make_bench: MakeBench, backend: str, align: int
+    make_bench: MakeBench, native_backend: str, align: int
 ) -> None:
     """Aligned parts go direct, the rest through the page cache, and the bytes are the same."""
-    bench = make_bench(backend, faults=Faults(force_alignment_bytes=align), block_bytes=4096)
+    bench = make_bench(native_backend, faults=Faults(force_alignment_bytes=align), block_bytes=4096)
     if not bench.info.direct:
         pytest.skip("the temporary folder has no direct I/O")
     assert bench.info.memory_align_bytes == align
@@ -146,19 +148,19 @@ def test_an_aligned_request_with_a_ragged_end_goes_direct_but_for_the_end(
     assert (stats.written_blocks, stats.buffered_blocks) == (3, 1)
 
 
-def test_a_refusal_of_direct_io_is_not_an_error(make_bench: MakeBench, backend: str) -> None:
+def test_a_refusal_of_direct_io_is_not_an_error(make_bench: MakeBench, native_backend: str) -> None:
     """The file is used through the page cache and says why."""
-    bench = make_bench(backend, faults=Faults(refuse_direct_errno=errno.EINVAL))
+    bench = make_bench(native_backend, faults=Faults(refuse_direct_errno=errno.EINVAL))
     assert (bench.info.direct, bench.info.direct_errno) == (False, errno.EINVAL)
     assert bench.round_trip(0, 3 * BLOCK + 1, 0)
 
 
-def test_a_file_in_memory_is_buffered(make_bench: MakeBench, backend: str) -> None:
+def test_a_file_in_memory_is_buffered(make_bench: MakeBench, native_backend: str) -> None:
     """There is nothing that direct I/O could bypass there, even if the open succeeds."""
     shm = Path("/dev/shm")
     if not shm.is_dir():
         pytest.skip("no file system in memory")
-    bench = make_bench(backend, folder=shm)
+    bench = make_bench(native_backend, folder=shm)
     try:
         assert not bench.info.direct
         assert bench.round_trip(3, 3 * BLOCK + 1, 5)

@@ -39,6 +39,8 @@ class AioConfig:
         backend: ``"uring"``, ``"threads"``, or ``"auto"``, which falls back to threads where
             io_uring is not to be had; a named one is an error then.
         max_files: files open at once, 1 to 65536. A file needs two descriptors.
+        require_native: without the compiled part, ``"auto"`` is an error as well, and does not fall
+            back to threads of Python.
 
     Raises:
         ConfigError: a value that cannot work.
@@ -49,6 +51,7 @@ class AioConfig:
     threads: int = 0
     backend: BackendName = "auto"
     max_files: int = 4096
+    require_native: bool = False
 
     def __post_init__(self) -> None:
         _check_range("block_bytes", self.block_bytes, _BLOCK_BYTES_MIN, _BLOCK_BYTES_MAX)
@@ -133,7 +136,8 @@ class AioStats:
     """Counters of an engine; totals since it was opened unless they say otherwise.
 
     Args:
-        backend: the one in use, ``"uring"`` or ``"threads"``.
+        backend: the one in use, ``"uring"``, ``"threads"``, or ``"python"`` where the compiled part
+            is missing.
         backend_reason: why io_uring is not in use; empty when it is or was not asked for.
         fixed_files: files are registered with the ring.
         registered_bytes: memory registered with the ring now.

@@ -16,13 +16,20 @@ except ImportError as error:
 else:
     loader_message = ""
 
-__all__ = ["check_native", "ffi", "lib", "loader_message"]
+__all__ = ["check_native", "ffi", "lib", "loader_message", "why_not_native"]
+
+
+def why_not_native() -> str:
+    """Why the compiled part is not in use, and the remedy; empty when it is."""
+    if not loader_message:
+        return ""
+    return (
+        f"native I/O is not available: {loader_message}; reinstall zero-infinity from a wheel "
+        "for this machine, or build it in place (make setup)"
+    )
 
 
 def check_native() -> None:
     """Raise `ConfigError` with the loader's message when the compiled part is not available."""
     if loader_message:
-        raise ConfigError(
-            f"native I/O is not available: {loader_message}; reinstall zero-infinity from a wheel "
-            "for this machine, or build it in place (make setup)"
-        )
+        raise ConfigError(why_not_native())
