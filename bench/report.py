@@ -1,0 +1,301 @@
+"""Tables for people and JSON for programs; both say where the figures were measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from bench.compare import Comparison, Contestant, Ratio
+from bench.config_file import AioBlock
+from bench.facts import EngineFacts, MachineFacts, PathFacts
+from bench.job import Job
+from bench.run import PathResult, Row, RunResult
+from bench.sizes import format_bytes
+from bench.sweep import Setting, SweepResult, aio_block
+from bench.workload import Bandwidth, Latency
+from tiering.errors import ConfigError
+
+JSON_SCHEMA: Final = 1
+"""Raised when a field changes its meaning or goes away."""
+
+Json = dict[str, object]
+
+_COLUMNS: Final = ("GB/s", "IOPS", "CPU s/GB", "moved", "seconds")
+_PERCENTILES: Final = ("p50 µs", "p90 µs", "p99 µs", "p99.9 µs", "max µs")
+
+
+def write_json(path: Path, value: Json) -> None:
+    """Write a result.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    try:
+        path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+def show(renderable: RenderableType) -> None:
+    """Print on the standard output, as wide as it needs to be where that is no terminal."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)
+    console.print(renderable)
+
+
+# JSON
+
+
+def run_json(result: RunResult, machine: MachineFacts) -> Json:
+    """A run."""
+    job = result.job
+    value = _head("run", job, machine)
+    value["paths"] = [_path_json(path) for path in result.paths]
+    value["together"] = result.together and {
+        "total": _bandwidth_json(result.together.total),
+        "parts": [_bandwidth_json(part) for part in result.together.parts],
+    }
+    value["aio"] = aio_block(Setting(job.block_bytes, job.queue_depth, job.threads))
+    return value
+
+
+def sweep_json(result: SweepResult, machine: MachineFacts) -> Json:
+    """A sweep."""
+    value = _head("sweep", result.job, machine)
+    # What was swept stands with the cells.
+    del value["job"]
+    value["window"] = dataclasses.asdict(result.job.window)
+    value["size_bytes"] = result.job.size_bytes
+    value["seed"] = result.job.seed
+    value["path"] = _facts_json(result.path, result.engine)
+    value["cells"] = [
+        {
+            "op": cell.op,
+            **cell.setting._asdict(),
+            "median": _bandwidth_json(cell.median),
+            "runs": [_bandwidth_json(run) for run in cell.runs],
+        }
+        for cell in result.cells
+    ]
+    value["winner"] = result.winner._asdict()
+    value["aio"] = result.aio
+    return value
+
+
+def compare_json(result: Comparison, machine: MachineFacts) -> Json:
+    """A comparison."""
+    value = _head("compare", result.job, machine)
+    value["fio_version"] = result.fio_version
+    value["passes"] = result.passes
+    value["path"] = _facts_json(result.path, result.engine)
+    value["contestants"] = [_contestant_json(one) for one in result.contestants]
+    value["unusable"] = result.unusable
+    value["best"] = result.best
+    return value
+
+
+def _head(command: str, job: Job, machine: MachineFacts) -> Json:
+    settings = dataclasses.asdict(job)
+    settings["request_bytes"] = job.request_bytes
+    settings["requests_in_flight"] = job.requests_in_flight
+    return {
+        "schema": JSON_SCHEMA,
+        "command": command,
+        "job": settings,
+        "machine": machine._asdict(),
+    }
+
+
+def _path_json(path: PathResult) -> Json:
+    return {
+        **_facts_json(path.path, path.engine),
+        "results": [_row_json(row) for row in path.rows],
+        "verified_bytes": path.verified_bytes,
+    }
+
+
+def _facts_json(path: PathFacts, engine: EngineFacts) -> Json:
+    return {
+        **path._asdict(),
+        "engine": {**engine._asdict(), "pages": engine.pages._asdict()},
+    }
+
+
+def _row_json(row: Row) -> Json:
+    return {
+        "name": row.name,
+        **_bandwidth_json(row.bandwidth),
+        "latency": row.latency and row.latency._asdict(),
+        "page_cache": row.page_cache,
+    }
+
+
+def _bandwidth_json(figures: Bandwidth) -> Json:
+    return {
+        "gb_per_s": figures.gb_per_s,
+        "iops": figures.iops,
+        "cpu_s_per_gb": figures.cpu_s_per_gb,
+        **dataclasses.asdict(figures),
+    }
+
+
+def _contestant_json(one: Contestant) -> Json:
+    return {
+        "name": one.name,
+        "huge_bytes": one.huge_bytes,
+        "runs": [_bandwidth_json(run) for run in one.runs],
+        "throughput_ratio": one.throughput and one.throughput._asdict(),
+        "cpu_ratio": one.cpu and one.cpu._asdict(),
+    }
+
+
+# Tables
+
+
+def run_table(result: RunResult, machine: MachineFacts) -> Group:
+    """A run."""
+    table = _table(f"aio_bench run: {result.job.describe()}", "path", "job", *_COLUMNS)
+    for name in _PERCENTILES:
+        table.add_column(name, justify="right")
+    for path in result.paths:
+        for row in path.rows:
+            cells = (path.path.path, row.name, *_figures(row.bandwidth))
+            table.add_row(*cells, *_percentiles(row.latency))
+    if result.together:
+        for path, part in zip(result.paths, result.together.parts, strict=True):
+            table.add_row(path.path.path, "among all", *_figures(part, shares_cpu="shared"))
+        table.add_row("all at once", result.job.op, *_figures(result.together.total))
+    notes = [_path_notes(path) for path in result.paths]
+    return Group(table, *notes, _machine_notes(machine, result.job))
+
+
+def sweep_table(result: SweepResult, machine: MachineFacts) -> Group:
+    """A sweep."""
+    base = f"{format_bytes(result.job.size_bytes)}, {result.job.window.seconds:g} s a cell"
+    table = _table(f"aio_bench sweep: {base}", "job", "block", "depth", "threads", *_COLUMNS)
+    for cell in result.cells:
+        block, depth, threads = cell.setting
+        table.add_row(
+            cell.op,
+            format_bytes(block),
+            str(depth),
+            str(threads or "-"),
+            *_figures(cell.median),
+            style="bold" if cell.setting == result.winner else None,
+        )
+    facts = _notes(_facts_lines(result.path, result.engine))
+    return Group(table, facts, _machine_notes(machine, result.job), _paste(result.aio))
+
+
+def compare_table(result: Comparison, machine: MachineFacts) -> Group:
+    """A comparison."""
+    rounds = len(result.contestants[0].runs)
+    moved = format_bytes(result.job.size_bytes * result.passes)
+    title = f"aio_bench compare: {result.job.describe()}; {rounds} rounds of {moved} each in turn"
+    table = _table(title, "who", "GB/s", "CPU s/GB", "ours / this, GB/s", "ours / this, CPU s/GB")
+    for one in result.contestants:
+        table.add_row(
+            one.name + (" (best)" if one.name == result.best else ""),
+            f"{statistics.median(run.gb_per_s for run in one.runs):.3f}",
+            f"{statistics.median(run.cpu_s_per_gb for run in one.runs):.4f}",
+            _ratio(one.throughput),
+            _ratio(one.cpu),
+        )
+    lines = {"ratios": "median (least to greatest) of the rounds; GB/s and CPU s/GB are medians"}
+    lines["fio"] = result.fio_version
+    lines["huge pages"] = ", ".join(
+        f"{one.name} {'unknown' if one.huge_bytes is None else format_bytes(one.huge_bytes)}"
+        for one in result.contestants
+    )
+    lines.update({name: f"not usable: {reason}" for name, reason in result.unusable.items()})
+    lines.update(_facts_lines(result.path, result.engine))
+    return Group(table, _notes(lines), _machine_notes(machine, result.job))
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        is_text = name in {"path", "job", "who"}
+        table.add_column(name, justify="left" if is_text else "right", overflow="fold")
+    return table
+
+
+def _figures(figures: Bandwidth, *, shares_cpu: str = "") -> tuple[str, ...]:
+    return (
+        f"{figures.gb_per_s:.3f}",
+        f"{figures.iops:.0f}",
+        shares_cpu or f"{figures.cpu_s_per_gb:.4f}",
+        format_bytes(figures.moved_bytes),
+        f"{figures.seconds:.3f}",
+    )
+
+
+def _percentiles(latency: Latency | None) -> tuple[str, ...]:
+    if latency is None:
+        return ("-",) * len(_PERCENTILES)
+    values = (latency.p50_us, latency.p90_us, latency.p99_us, latency.p999_us, latency.max_us)
+    return tuple(f"{value:.0f}" for value in values)
+
+
+def _ratio(ratio: Ratio | None) -> str:
+    if ratio is None:
+        return "-"
+    return f"{ratio.median:.3f} ({ratio.least:.3f} to {ratio.greatest:.3f})"
+
+
+def _path_notes(result: PathResult) -> Table:
+    lines = _facts_lines(result.path, result.engine)
+    row = result.rows[-1]
+    lines["page cache"] = row.page_cache
+    if row.latency:
+        lines["latency"] = (
+            f"of {row.latency.requests} requests of one block, in a window of their own; "
+            f"looked at every {row.latency.resolution_us:.0f} µs at least, 99 times in 100"
+        )
+    if result.verified_bytes:
+        lines["verified"] = f"{format_bytes(result.verified_bytes)}, every byte as written"
+    return _notes(lines)
+
+
+def _facts_lines(path: PathFacts, engine: EngineFacts) -> dict[str, str]:
+    return {
+        "path": f"{path.path} on {path.drive}, {path.file_system or 'unknown file system'}",
+        "O_DIRECT": "in effect" if engine.direct else f"off: {engine.direct_reason}",
+        "backend": engine.backend + (f": {engine.backend_reason}" * bool(engine.backend_reason)),
+        "fixed files": "on" if engine.fixed_files else "off",
+        "fixed buffers": format_bytes(engine.registered_bytes)
+        if engine.registered_bytes
+        else engine.register_reason.removeprefix("fixed buffers: ") or "off",
+        "pages": engine.pages.describe(),
+    }
+
+
+def _machine_notes(machine: MachineFacts, job: Job) -> Table:
+    return _notes(
+        {
+            "memlock limit": machine.memlock,
+            "machine": f"{machine.kernel}, {machine.cpu_count} processors ({machine.cpu_model}), "
+            f"{format_bytes(machine.memory_bytes)} of memory",
+            "data": f"random, seed {job.seed}",
+            "version": f"zero-infinity {machine.version}, Python {machine.python}",
+        }
+    )
+
+
+def _notes(lines: dict[str, str]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for name, text in lines.items():
+        table.add_row(Text(name, style="dim"), Text(text))
+    return table
+
+
+def _paste(block: AioBlock) -> Text:
+    return Text(f'\nThe best setting, to paste:\n"aio": {json.dumps(block, indent=2)}')
