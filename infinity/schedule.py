@@ -33,19 +33,18 @@ class Schedule:
 
     def __init__(self, pager: Prefetcher) -> None:
         self._pager = pager
-        self._units: list[Unit] = []
         self._gradients: Mapping[Unit, UnitGradients] = {}
         self._owner: dict[nn.Parameter, tuple[Unit, int]] = {}
         self._active: Counter[Unit] = Counter()
         self._in_backward = False
         self._copying = 0
-        self._storages: dict[int, Unit] = {}
+        self._present: dict[Unit, int] = {}  # and where their flat buffers start
+        self._at: dict[int, Unit] = {}  # the same, the other way round
 
     def adopt_units(self, units: Iterable[Unit], gradients: Mapping[Unit, UnitGradients]) -> None:
         """Take charge of these units."""
-        self._units = list(units)
         self._gradients = gradients
-        self._owner = {p: (u, i) for u in self._units for i, p in enumerate(u.parameters)}
+        self._owner = {p: (u, i) for u in units for i, p in enumerate(u.parameters)}
 
     # -- passes
 
@@ -64,7 +63,7 @@ class Schedule:
 
     def release_all(self) -> None:
         """Release every unit that no scope is using."""
-        for unit in self._units:
+        for unit in list(self._present):
             self._release_idle(unit)
 
     # -- forward
@@ -89,7 +88,7 @@ class Schedule:
     def enter_backward(self, units: Units) -> None:
         """Backward reaches a scope's outputs."""
         self._begin_backward()
-        for unit in self._units:
+        for unit in list(self._present):
             if unit not in units:
                 self._release_idle(unit)
         for unit in units:
@@ -156,13 +155,17 @@ class Schedule:
 
     def forsake(self) -> None:
         """In a forked child: the arena is not there, so no parameter may point into it."""
-        for unit in self._units:
+        for unit in self._present:
             unit.forsake()
+        self._present.clear()
+        self._at.clear()
 
     def relieve(self) -> bool:
         """Make arena room by releasing units nobody is using. Returns whether that helped."""
         idle = [
-            u for u in self._units if u.holds_arena and not self._active[u] and not u.is_changed
+            unit
+            for unit in self._present
+            if unit.holds_arena and not self._active[unit] and not unit.is_changed
         ]
         for unit in idle:
             self._release(unit)
@@ -170,7 +173,7 @@ class Schedule:
 
     def unit_at(self, address: int) -> Unit | None:
         """The present unit whose flat buffer starts at this address."""
-        return self._storages.get(address)
+        return self._at.get(address)
 
     # -- one unit
 
@@ -179,7 +182,8 @@ class Schedule:
             return
         unit.gather()
         assert unit.flat is not None
-        self._storages[unit.flat.untyped_storage().data_ptr()] = unit
+        address = unit.flat.untyped_storage().data_ptr()
+        self._present[unit], self._at[address] = address, unit
 
     def require(self, unit: Unit) -> torch.Tensor:
         """The unit's flat buffer, gathered if need be."""
@@ -192,6 +196,5 @@ class Schedule:
             self._release(unit)
 
     def _release(self, unit: Unit) -> None:
-        if unit.flat is not None:
-            self._storages.pop(unit.flat.untyped_storage().data_ptr(), None)
         unit.release()
+        self._at.pop(self._present.pop(unit, 0), None)
