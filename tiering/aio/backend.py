@@ -1,7 +1,8 @@
 """The seam between tiering and whatever moves bytes: a protocol of six methods.
 
-`AioEngine` implements it over the C engine; a test may implement it over a dictionary. Everything
-above (the NVMe tier, the swapper, the store) uses only what stands here.
+`AioEngine` implements it over the C engine, `PureEngine` in Python alone; a test may implement it
+over a dictionary. Everything above (the NVMe tier, the swapper, the store) uses only what stands
+here.
 """
 
 from __future__ import annotations
