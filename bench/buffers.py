@@ -1,6 +1,7 @@
 """The memory of a measurement: its pages, its data, and how contiguous it is.
 
-The data of an area is random, so that no drive can compress it, and the same for the same seed.
+The data of an area is random, so that no drive can compress it, and the same for the same seed; it
+repeats every 64 MiB.
 Byte ``x`` of a file is written from, and read to, byte ``x % area_bytes`` of an area: so what a
 file must contain is known, whoever wrote it and in whatever order.
 
@@ -24,6 +25,7 @@ from tiering.aio import PinnedMemory
 from tiering.errors import ConfigError
 
 _MIB: Final = 2**20
+_UNLIKE_BYTES: Final = 64 * _MIB  # further than any drive looks back to compress
 _PAGEMAP: Final = Path("/proc/self/pagemap")
 _FRAME_MASK: Final = 2**55 - 1  # of an entry of the page map; 0 for readers without the right
 
@@ -137,11 +139,7 @@ class Buffer:
         self.area_bytes = area_bytes
         self.landing_at = area_bytes * (areas - 1)
         self._array[area_bytes:] = 0
-        random = np.random.default_rng(seed)
-        # In pieces, so that filling costs no second buffer.
-        for at in range(0, area_bytes, _MIB):
-            piece = self._array[at : min(at + _MIB, area_bytes)]
-            piece[:] = np.frombuffer(random.bytes(len(piece)), dtype=np.uint8)
+        _fill(self._array[:area_bytes], seed)
 
     @property
     def address(self) -> int:
@@ -180,6 +178,18 @@ class Buffer:
             huge_bytes=self._mapping.huge_bytes(),
             runs_per_mib=_runs_per_mib(self.address, self.nbytes),
         )
+
+
+def _fill(array: npt.NDArray[np.uint8], seed: int) -> None:
+    """Put random bytes into memory: the same ones over and over, far apart."""
+    random = np.random.default_rng(seed)
+    unlike = array[:_UNLIKE_BYTES]
+    # In pieces, so that filling costs no second buffer.
+    for at in range(0, len(unlike), _MIB):
+        piece = unlike[at : at + _MIB]
+        piece[:] = np.frombuffer(random.bytes(len(piece)), dtype=np.uint8)
+    for at in range(len(unlike), len(array), len(unlike)):
+        array[at : at + len(unlike)] = unlike
 
 
 def _runs_per_mib(address: int, nbytes: int) -> float | None:

@@ -1,10 +1,11 @@
 """What is to be measured: sizes, depth, backend, and how long.
 
 Note: requests and blocks. The engine cuts a request into blocks and keeps `queue_depth` of them at
-the drive. Starting a request from Python costs some ten microseconds, so bandwidth is measured with
-requests of many blocks, of which two queues' worth are always under way: the drive never waits for
-Python, and Python's share of the processor time is small. Latency is measured in a window of its
-own, with requests of one block, as many as the queue is deep.
+the drive. A request costs Python tens of microseconds, and hundreds where it has slept long enough
+for the caches to forget it. So bandwidth is measured with requests of many blocks, of which two
+queues' worth are always under way: the drive never waits for Python, and Python's share of the
+processor time is small. Latency is measured in a window of its own, with requests of one block, as
+many as the queue is deep.
 
 Reads and writes in turn (``mixed``) use requests of half a queue, so that at each moment about half
 of the blocks at the drive go each way.
@@ -27,7 +28,7 @@ Pages = Literal["huge", "small"]
 
 OPS: Final[tuple[Op, ...]] = ("read", "write", "mixed")
 
-_REQUEST_BYTES: Final = 64 * 2**20
+_REQUEST_BYTES: Final = 256 * 2**20
 _QUEUES_IN_FLIGHT: Final = 2
 _REQUESTS_A_FILE: Final = 4  # at least so many, where blocks allow, or the walk would meet itself
 

@@ -19,7 +19,8 @@ from typing import Final, NamedTuple
 from bench.buffers import Buffer
 from bench.job import Job
 from bench.sizes import format_bytes
-from tiering.aio import AioEngine, AioFile, AioStats, AioTransfer, Faults
+from tiering.aio import AioStats, AnyEngine, Faults, open_engine
+from tiering.aio.backend import File, Transfer
 from tiering.errors import ConfigError, SpaceError
 from tiering.folder import SwapFolder
 
@@ -155,8 +156,8 @@ class Lane:
         self.buffer = buffer
         self.job = job
         # The engine itself has no setting for going through the page cache.
-        refuse = errno.EOPNOTSUPP if job.cache == "buffered" else 0
-        self._engine = AioEngine(job.config(), faults=Faults(refuse_direct_errno=refuse))
+        refused = Faults(refuse_direct_errno=errno.EOPNOTSUPP) if job.cache == "buffered" else None
+        self._engine: AnyEngine = open_engine(job.config(), faults=refused)
         self._file = self._engine.open(os.fspath(place.file))
         if job.registration == "registered":
             self._engine.register(buffer)
@@ -168,11 +169,11 @@ class Lane:
         self._engine.close(_CLOSE_S)
 
     @property
-    def file(self) -> AioFile:
+    def file(self) -> File:
         """The open file."""
         return self._file
 
-    def start(self, order: Order) -> AioTransfer:
+    def start(self, order: Order) -> Transfer:
         """Put a request on its way."""
         start, at = (
             (self._engine.read, self.buffer.target_at(order.offset))

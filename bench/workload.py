@@ -28,7 +28,7 @@ from typing import Final, NamedTuple
 
 from bench.job import Job, Op, Window
 from bench.lane import Lane, Mark, Order
-from tiering.aio import AioTransfer
+from tiering.aio.backend import Transfer
 from tiering.errors import TieringError
 
 _RESTS_A_LATENCY: Final = 64  # rounds of looking within the shortest latency seen
@@ -141,7 +141,7 @@ class _Queue:
     def __init__(self, lane: Lane, most: int) -> None:
         self._lane = lane
         self._most = most
-        self._flying: collections.deque[AioTransfer] = collections.deque()
+        self._flying: collections.deque[Transfer] = collections.deque()
 
     def start(self, order: Order) -> None:
         """Start one; before that wait for the oldest where there are enough."""
@@ -224,7 +224,7 @@ def measure_latency(lane: Lane, op: Op, *, window: Window) -> Latency:
 class _Watched(NamedTuple):
     """A request under way and when it was started."""
 
-    transfer: AioTransfer
+    transfer: Transfer
     started_s: float
 
 

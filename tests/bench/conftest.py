@@ -1,0 +1,65 @@
+"""Runs the command in this process and gives back what it said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import pytest
+
+from bench.aio_bench import main
+
+
+class Outcome(NamedTuple):
+    """Of one command.
+
+    Args:
+        code: exit code.
+        out: standard output.
+        err: standard error.
+        json: what it wrote with ``--json``; empty when nothing.
+    """
+
+    code: int
+    out: str
+    err: str
+    json: dict
+
+
+class Command(Protocol):
+    """The command, on a folder, with a small file and a few requests."""
+
+    def __call__(self, *arguments: str) -> Outcome:
+        """Run ``aio_bench`` with these arguments, the command's name first."""
+        ...
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The path to measure, with nothing in it."""
+    folder = tmp_path / "drive"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def bench(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs a command and checks that it leaves nothing behind."""
+
+    def run(name: str, *arguments: str) -> Outcome:
+        file = tmp_path / "result.json"
+        file.unlink(missing_ok=True)
+        brief = [] if name == "compare" else ["--requests", "4"]
+        common = ["--size", "16MiB", "--block-size", "256KiB", "--queue-depth", "4"]
+        common += [*brief, "--json", str(file)]
+        try:
+            code = main([name, "--path", str(folder), *common, *arguments])
+        except SystemExit as error:  # of the argument parser
+            code = int(str(error.code))
+        captured = capsys.readouterr()
+        assert not list(folder.iterdir())
+        found = json.loads(file.read_text()) if file.exists() else {}
+        return Outcome(code, captured.out, captured.err, found)
+
+    return run
