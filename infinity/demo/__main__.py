@@ -18,7 +18,7 @@ from infinity.demo.model import GPT
 from infinity.demo.options import Options, engine_config, parse
 from infinity.demo.train import TORCH_DTYPES, PlainTorch, train
 from infinity.engine import compute_device
-from tiering.aio import AioConfig, AioEngine
+from tiering.aio import AioConfig, open_engine
 from tiering.errors import TieringError, TieringWarning
 
 _PROBE_S = 1.0
@@ -120,7 +120,7 @@ def _drive_speed(options: Options) -> float:
         # What the backend has to say, the engine's own is going to say again.
         closing.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore", TieringWarning)
-        backend = AioEngine(AioConfig(backend=options.backend))
+        backend = open_engine(AioConfig(backend=options.backend))
         closing.callback(backend.close)
         return probe.measure_drive(backend, options.path, seconds=seconds)
 
