@@ -35,7 +35,8 @@ _RW: Final = {"read": "read", "write": "write", "mixed": "rw"}
 _LOOK_S: Final = 0.2
 _STOP_S: Final = 5.0
 _PR_SET_THP_DISABLE: Final = 41  # man 2 prctl; children inherit it, also through exec
-_HUGE_TUNABLE: Final = "glibc.malloc.hugetlb=1"
+# Small buffers come from the heap then, which is made of huge pages too.
+_HUGE_TUNABLES: Final = ("glibc.malloc.hugetlb=1", "glibc.malloc.mmap_threshold=16777216")
 
 
 class FioError(TieringError):
@@ -216,7 +217,7 @@ def _started(
 def _environment(pages: Pages) -> dict[str, str]:
     tunables = [os.environ.get("GLIBC_TUNABLES", "")]
     if pages == "huge":
-        tunables.append(_HUGE_TUNABLE)
+        tunables += _HUGE_TUNABLES
     return {**os.environ, "GLIBC_TUNABLES": ":".join(filter(None, tunables))}
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.aio_bench import main
 from bench.buffers import Buffer
 from bench.facts import drive_of, machine_facts
 from bench.job import Job, Op
@@ -120,3 +122,15 @@ def test_the_machine_can_be_described(tmp_path: Path) -> None:
 @pytest.mark.parametrize("op", ["read", "write", "mixed"])
 def test_a_job_describes_itself(op: Op) -> None:
     assert Job(op, 2**32).describe() == f"{op}, 4 GiB in blocks of 1 MiB, queue depth 32"
+
+
+def test_every_option_in_the_document_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    usage = ""
+    for command in ("run", "sweep", "compare"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        usage += capsys.readouterr().out
+    text = (Path(__file__).parents[2] / "docs" / "aio_bench.md").read_text()
+    assert set(re.findall(r"--[a-z][a-z-]*", text)) == set(re.findall(r"--[a-z][a-z-]*", usage)) - {
+        "--help"
+    }
