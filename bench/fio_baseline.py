@@ -1,8 +1,9 @@
 """The same job through fio, so that there is something to be compared with.
 
 fio gets the same file, size, block size, depth, page cache setting and kind of memory. It is not
-asked for per-transfer latency (``gtod_reduce``), since our bandwidth window has none either. Its
-processor time is that of its jobs between their start and their end, as it reports it.
+asked for per-transfer latency (``gtod_reduce``), nor to change its random data before each write
+(``scramble_buffers``), since our bandwidth window does neither. Its processor time is that of its
+jobs between their start and their end, as it reports it.
 
 Note: fio's memory. fio takes its buffers from malloc. Where the C library can (glibc 2.35), it is
 told to ask for huge pages when our buffer does; when ours must not, the child process is barred
@@ -116,6 +117,7 @@ def arguments(job: Job, file: Path, *, engine: FioEngine, passes: int) -> list[s
         "direct": int(job.cache == "direct"),
         "randseed": job.seed + 1,
         "gtod_reduce": 1,
+        "scramble_buffers": 0,
         "invalidate": 1,
         "allow_file_create": 0,
         "overwrite": 1,

@@ -8,7 +8,8 @@ processor time is small. Latency is measured in a window of its own, with reques
 many as the queue is deep.
 
 Reads and writes in turn (``mixed``) use requests of half a queue, so that at each moment about half
-of the blocks at the drive go each way.
+of the blocks at the drive go each way. Many of these smaller requests are under way, and half of
+them are waited for and started again at once: that wakes Python as seldom as large requests do.
 """
 
 from __future__ import annotations
@@ -133,7 +134,11 @@ class Job:
     @property
     def requests_in_flight(self) -> int:
         """Under way at once in the bandwidth window."""
-        return max(2, -(-_QUEUES_IN_FLIGHT * self.queue_bytes // self.request_bytes))
+        wanted_bytes = _QUEUES_IN_FLIGHT * self.queue_bytes
+        if self.op == "mixed":
+            most_bytes = max(wanted_bytes, self.size_bytes // 2)
+            wanted_bytes = max(wanted_bytes, min(_REQUEST_BYTES, most_bytes))
+        return max(2, -(-wanted_bytes // self.request_bytes))
 
     @property
     def memory_bytes(self) -> int:

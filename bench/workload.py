@@ -136,7 +136,11 @@ def walk(job: Job, op: Op, request_bytes: int) -> Iterator[Order]:
 
 
 class _Queue:
-    """Requests under way, the oldest first."""
+    """Requests under way, the oldest first; half of them are waited for at once.
+
+    The engine begins them in order, so the last of a half is waited for first, and the others have
+    mostly ended by then.
+    """
 
     def __init__(self, lane: Lane, most: int) -> None:
         self._lane = lane
@@ -144,9 +148,11 @@ class _Queue:
         self._flying: collections.deque[Transfer] = collections.deque()
 
     def start(self, order: Order) -> None:
-        """Start one; before that wait for the oldest where there are enough."""
+        """Start one; before that wait for the older half where there are enough."""
         if len(self._flying) >= self._most:
-            self._flying.popleft().wait()
+            half = [self._flying.popleft() for _ in range(self._most // 2)]
+            for transfer in reversed(half):
+                transfer.wait()
         self._flying.append(self._lane.start(order))
 
     def drain(self) -> None:
