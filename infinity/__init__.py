@@ -7,8 +7,8 @@
         engine.step()
 
 The modules, in the order in which bytes pass through them: `config`, `scopes`, `partition`, `plan`,
-    `parameters`, `unit`,
-`gradients`, `schedule`, `hooks`, `adam`, `optimizer`, `engine`; `comm` is the way to other ranks.
+`unit_records`, `parameters`, `unit`, `gradients`, `schedule`, `hooks`, `adam`, `optimizer`,
+`assembly`, `engine`; `comm` is the way to other ranks.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from infinity.assembly import OptimizerGroups
 from infinity.config import AdamParams, Config, Optimizer, load_config
 from infinity.engine import EngineStats, InfinityEngine
 from infinity.optimizer import PagedAdam
@@ -79,17 +80,14 @@ def initialize(  # noqa: PLR0913 - the arguments people already pass
     """
     checked = load_config(config)
     if optimizer is not None:
-        groups, defaults = _from_torch(optimizer)
+        groups = _from_torch(optimizer)
     else:
-        groups, defaults = _from_config(checked.optimizer or Optimizer(), model, model_parameters)
-    engine = InfinityEngine(model, checked, groups=groups, defaults=defaults, faults=faults)
+        groups = _from_config(checked.optimizer or Optimizer(), model, model_parameters)
+    engine = InfinityEngine(model, checked, groups, faults=faults)
     return Initialized(engine, engine.optimizer, None, lr_scheduler)
 
 
-_Groups = tuple[list[dict[str, Any]], dict[str, Any]]
-
-
-def _from_torch(optimizer: torch.optim.Optimizer) -> _Groups:
+def _from_torch(optimizer: torch.optim.Optimizer) -> OptimizerGroups:
     """The groups of a user's torch optimizer."""
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
         raise ConfigError(
@@ -108,10 +106,17 @@ def _from_torch(optimizer: torch.optim.Optimizer) -> _Groups:
         extra = {k: v for k, v in group.items() if k not in optimizer.defaults}
         own = {"decoupled": decoupled, "fused": bool(group.get("fused"))}
         groups.append({**extra, **{k: group[k] for k in kept}, **own})
-    return groups, {"lr": 1e-3}
+    defaults = {
+        **{k: optimizer.defaults[k] for k in kept[1:]},
+        "decoupled": decoupled,
+        "fused": bool(optimizer.defaults.get("fused")),
+    }
+    return OptimizerGroups(groups, defaults)
 
 
-def _from_config(section: Optimizer, model: nn.Module, parameters: Iterable[Any] | None) -> _Groups:
+def _from_config(
+    section: Optimizer, model: nn.Module, parameters: Iterable[Any] | None
+) -> OptimizerGroups:
     """Groups by the config's section."""
     params: AdamParams = section.params
     decoupled = section.type == "AdamW" if params.adam_w_mode is None else params.adam_w_mode
@@ -126,5 +131,5 @@ def _from_config(section: Optimizer, model: nn.Module, parameters: Iterable[Any]
     }
     chosen = list(model.parameters() if parameters is None else parameters)
     if chosen and isinstance(chosen[0], dict):
-        return [dict(group) for group in chosen], defaults
-    return [{"params": [p for p in chosen if p.requires_grad]}], defaults
+        return OptimizerGroups([dict(group) for group in chosen], defaults)
+    return OptimizerGroups([{"params": [p for p in chosen if p.requires_grad]}], defaults)

@@ -13,9 +13,8 @@ import torch
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
-_PIECE_NUMEL = (
-    2**18
-)  # the default kernel makes nine passes: what one piece needs stays in the cache
+# The default kernel makes nine passes; what one piece needs stays in the cache.
+_PIECE_NUMEL = 2**18
 
 
 class AdamSettings(NamedTuple):

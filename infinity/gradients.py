@@ -1,12 +1,13 @@
 """Gradients: from the parameters to the unit's gradient record, as they are produced.
 
 Note: the trip of a gradient
----------------------------- Autograd finishes a parameter's gradient; `UnitGradients.deposit`
-rounds it into its place in the unit's buffer and lets the original go. When the unit's backward is
-over, `close` averages over ranks (`reduce_scatter`) and the own part is the record, in host memory
-(or on the drive, when its budget cannot hold all). With one rank the buffer *is* the record. More
-micro-batches add to what is there. Parameters that got no gradient stay marked as such, and the
-update skips them, as torch does.
+
+Autograd finishes a parameter's gradient; `UnitGradients.deposit` rounds it into its place in the
+unit's buffer and lets the original go. When the unit's backward is over, `close` averages over
+ranks (`reduce_scatter`) and the own part is the record, in host memory (or on the drive, when its
+budget cannot hold all). With one rank the buffer *is* the record. More micro-batches add to what is
+there. Parameters that got no gradient stay marked as such, and the update skips them, as torch
+does.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from infinity.comm import Communicator
 from infinity.unit import Unit
 from tiering.prefetch import Prefetcher
-from tiering.store import Lease, TieredStore
+from tiering.store import Lease
 from tiering.trace import Access
 
 
@@ -26,22 +27,19 @@ class UnitGradients:
     Args:
         unit: whose.
         pager: leases the record.
-        store: forgets it after the update.
     """
 
-    def __init__(
-        self, unit: Unit, pager: Prefetcher, store: TieredStore, comm: Communicator
-    ) -> None:
+    def __init__(self, unit: Unit, pager: Prefetcher, comm: Communicator) -> None:
         self.unit = unit
         self.arrived: set[int] = set()
         """Parameters that got a gradient in this cycle, by index."""
-        self._pending = len(unit.parameters)
+        self._seen: set[int] = set()  # in this backward pass
         self._pager = pager
-        self._store = store
         self._comm = comm
         self._lease: Lease | None = None
         self._whole: torch.Tensor | None = None
 
+    @torch.no_grad()
     def deposit(self, index: int, gradient: torch.Tensor) -> None:
         """Add one parameter's gradient.
 
@@ -58,16 +56,16 @@ class UnitGradients:
         else:
             target.copy_(gradient)
         self.arrived.add(index)
-        self._pending -= 1
+        self._seen.add(index)
 
     @property
     def is_complete(self) -> bool:
         """Whether every parameter has got a gradient in this backward pass."""
-        return self._pending <= 0
+        return len(self._seen) == len(self.unit.parameters)
 
     def close(self) -> None:
         """The unit's backward is over: reduce, and let the record go, if anything came."""
-        self._pending = len(self.unit.parameters)
+        self._seen.clear()
         if self._lease is None or self._whole is None:
             return
         record = self._lease["gradient"]
@@ -85,7 +83,7 @@ class UnitGradients:
         """Forget everything that came in this cycle."""
         self.close()
         if self.arrived:
-            self._store.discard(self.unit.records.gradient.key)
+            self._pager.discard(self.unit.records.gradient.key)
         self.arrived.clear()
 
     def _open(self) -> torch.Tensor:

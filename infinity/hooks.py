@@ -1,16 +1,16 @@
 """Attaches the schedule to a model's modules and to autograd.
 
 Note: what autograd saves
-------------------------- A forward saves views of weights (``weight.t()``) for backward. Held as
-tensors they would keep the unit's memory between forward and backward, which is what paging is
-there to avoid. So while the model runs, a saved tensor that lies in a unit's flat buffer is packed
-as its place (unit, offset, sizes, strides), and unpacked as a view of wherever the unit is then.
-The weights must be the same then; if they were changed in between, that is the same error as in
-torch.
+
+A forward saves views of weights (``weight.t()``) for backward. Held as tensors they would keep the
+unit's memory between forward and backward, which is what paging is there to avoid. So while the
+model runs, a saved tensor that lies in a unit's flat buffer is packed as its place (unit, offset,
+sizes, strides), and unpacked as a view of wherever the unit is then. The weight must be the same
+then; if it was changed in between, that is the same error as in torch.
 
 What would break it: a saved tensor of memory that merely used to be a unit's. Packing asks for the
-    storage's address
-among the units present now, and a slot is not reused while an old view of it lives.
+storage's address among the units present now, and a slot is not reused while an old view of it
+lives.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from infinity.unit import Unit
 
 
 class SavedView(NamedTuple):
-    """Where in a unit a saved tensor lies, and in which version of the weights."""
+    """Where in a unit a saved tensor lies, and in which version of the weight."""
 
     unit: Unit
     version: int
@@ -50,15 +50,18 @@ class Hooks:
         self._handles: list[Any] = []
 
     def attach(self, module: nn.Module, units: Sequence[Unit]) -> None:
-        """Have the units present in the module's forward and backward."""
+        """Have the units present in the module's forward, and released behind its backward."""
 
+        # A compiler would trace into them; what they do is not part of the model's arithmetic.
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def before(_module: nn.Module, _args: Any) -> None:  # noqa: ANN401
             self._schedule.enter(units)
 
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def after(_module: nn.Module, _args: Any, output: Any) -> None:  # noqa: ANN401
             self._schedule.leave(units)
-            outputs = [t for t in tensors_in(output) if t.requires_grad]
-            if outputs and torch.is_grad_enabled():
+            outputs = [t for t in tensors_in(output) if t.grad_fn is not None]
+            if outputs:
                 register_multi_grad_hook(
                     outputs, lambda _grad: self._schedule.enter_backward(units), mode="any"
                 )
@@ -66,10 +69,10 @@ class Hooks:
         self._handles.append(module.register_forward_pre_hook(before, prepend=True))
         self._handles.append(module.register_forward_hook(after, always_call=True))
 
-    def watch(self, parameter: nn.Parameter) -> None:
+    def take_gradient(self, parameter: nn.Parameter) -> None:
         """Take the parameter's gradient as soon as autograd has finished it."""
         self._handles.append(
-            parameter.register_post_accumulate_grad_hook(self._schedule.gradient_arrived)
+            parameter.register_post_accumulate_grad_hook(self._schedule.take_gradient)
         )
 
     def copy_on_state_dict(self, module: nn.Module) -> None:
@@ -80,7 +83,7 @@ class Hooks:
 
         def after(owner: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:  # noqa: ANN401
             self._schedule.end_copy()
-            for name, _ in owner.named_parameters(recurse=False):
+            for name, _ in owner.named_parameters(recurse=False, remove_duplicate=False):
                 tensor = state.get(prefix + name)
                 if tensor is not None and not isinstance(tensor, nn.Parameter):
                     state[prefix + name] = tensor.clone()
@@ -90,7 +93,9 @@ class Hooks:
 
     def saving(self) -> AbstractContextManager[Any]:
         """While in force, saved views of units are packed as places."""
-        return saved_tensors_hooks(self._pack, self._unpack)
+        return saved_tensors_hooks(
+            torch.compiler.disable(self._pack), torch.compiler.disable(self._unpack)
+        )
 
     def remove(self) -> None:
         """Detach everything."""
@@ -104,20 +109,29 @@ class Hooks:
         unit = self._schedule.unit_at(tensor.untyped_storage().data_ptr())
         if unit is None or tensor.dtype != unit.compute_dtype:
             return tensor
-        return SavedView(
-            unit, unit.version, tensor.size(), tensor.stride(), int(tensor.storage_offset())
-        )
+        offset = int(tensor.storage_offset())
+        return SavedView(unit, unit.version_at(offset), tensor.size(), tensor.stride(), offset)
 
     def _unpack(self, saved: SavedView | torch.Tensor) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
             return saved
-        if saved.version != saved.unit.version:
+        flat = self._schedule.require(saved.unit)
+        if saved.version != saved.unit.version_at(saved.offset):
             raise RuntimeError(
                 "a weight needed for gradient computation was changed after the forward "
-                f"(unit of {saved.unit.names[0]!r}): run backward before step(), or forward again"
+                f"(in the unit of {saved.unit.names[0]!r}): run backward before step(), or "
+                "forward again"
             )
-        flat = self._schedule.require(saved.unit)
         return flat.as_strided(saved.size, saved.stride, saved.offset)
+
+
+def is_managed(model: nn.Module) -> bool:
+    """Whether an engine that was not closed has its hooks in the model."""
+    return any(
+        getattr(hook, "__module__", "") == __name__
+        for module in model.modules()
+        for hook in module._forward_pre_hooks.values()  # noqa: SLF001
+    )
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:  # noqa: ANN401

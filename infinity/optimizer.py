@@ -1,11 +1,13 @@
 """The update: tile by tile through the arena, reads ahead and writes behind.
 
 Note: the trip of a tile
------------------------- Its ``read`` was started earlier, by the trace. `_update_tile` widens the
-gradient, makes one Adam ``step`` in place in the arena, and ``publish``es the new weights into the
-unit's new shard (rounded to the storage type). The tile's ``write`` starts at once and runs behind
-the next tile's step; the shard's when its last tile is done. Units go last to first, so the shards
-that the next forward needs first were written last and are still in the arena.
+
+Its ``read`` was started earlier, by the trace. `_update_tile` widens the gradient, makes one Adam
+``step`` in place in the arena, and the new weights are ``publish``ed into the unit's new shard
+(rounded to the storage type), which takes the old one's place when it is whole. The tile's
+``write`` starts at once and runs behind the next tile's step; the shard's when its last tile is
+done. Units go last to first, so the shards that the next forward needs first were written last and
+are still in the arena.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from torch import nn
 from infinity.adam import AdamSettings, AdamState, adam_step
 from infinity.gradients import UnitGradients
 from infinity.partition import Extent
+from tiering.errors import ConfigError
 from tiering.prefetch import Prefetcher
-from tiering.store import Lease, TieredStore
+from tiering.store import Lease
 from tiering.trace import Access
 
 _PART_NUMEL = 2**20  # widened at once for the norm
@@ -43,27 +46,25 @@ class PagedAdam(torch.optim.Optimizer):
         defaults: values for what a group leaves out: lr, betas, eps, weight_decay, decoupled,
             fused.
         gradients: one a trained unit, in the order of the model.
-        pager: leases records and fetches ahead.
-        store: writes behind.
+        pager: leases records, fetches ahead and writes behind.
         max_norm: largest global gradient norm; 0 for no clipping.
     """
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         groups: Sequence[dict[str, Any]],
         defaults: dict[str, Any],
         *,
         gradients: Sequence[UnitGradients],
         pager: Prefetcher,
-        store: TieredStore,
         max_norm: float,
     ) -> None:
+        self._managed = {p for g in gradients for p in g.unit.parameters}
         super().__init__([dict(group) for group in groups], defaults)
         self.global_grad_norm: float | None = None
         """Norm of the last step's gradients before clipping; None without clipping."""
         self._gradients = tuple(gradients)
         self._pager = pager
-        self._store = store
         self._max_norm = max_norm
         self._steps: dict[nn.Parameter, int] = {}
         self._scratch: torch.Tensor | None = None
@@ -85,6 +86,22 @@ class PagedAdam(torch.optim.Optimizer):
         settings = self._settings()
         for gradients in active:
             self._update(gradients, settings, scale)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters that the engine manages.
+
+        Raises:
+            ConfigError: one is not the model's, or was frozen when the engine was made.
+        """
+        super().add_param_group(param_group)
+        strangers = [p for p in self.param_groups[-1]["params"] if p not in self._managed]
+        if strangers:
+            self.param_groups.pop()
+            raise ConfigError(
+                f"{len(strangers)} of the optimizer's parameters (the first of shape "
+                f"{tuple(strangers[0].shape)}) are not trained by this engine: they are not the "
+                "model's, or were frozen when infinity.initialize() was called"
+            )
 
     @property
     def has_gradients(self) -> bool:
@@ -120,7 +137,8 @@ class PagedAdam(torch.optim.Optimizer):
                 squares += (_square_sum(part) for part in lease["gradient"].split(_PART_NUMEL))
             self._pager.advance()
         self.global_grad_norm = math.sqrt(math.fsum(squares))
-        return min(1.0, self._max_norm / (self.global_grad_norm + 1e-6))
+        scale = self._max_norm / (self.global_grad_norm + 1e-6)
+        return min(scale, 1.0)  # a norm that is not a number stays one, as in torch
 
     def _settings(self) -> dict[nn.Parameter, AdamSettings]:
         settings = {}
@@ -141,7 +159,8 @@ class PagedAdam(torch.optim.Optimizer):
         unit = gradients.unit
         for index in gradients.arrived:
             parameter = unit.parameters[index]
-            self._steps[parameter] = self._steps.get(parameter, 0) + 1
+            if parameter in settings:
+                self._steps[parameter] = self._steps.get(parameter, 0) + 1
         records = unit.records
         with (
             gradients.lease() as gradient,
@@ -153,10 +172,10 @@ class PagedAdam(torch.optim.Optimizer):
                 with self._pager.lease(spec.key, Access.UPDATE) as tile:
                     self._update_tile(tile, runs, gradient["gradient"][own], extent.start, scale)
                     shard["shard"][own].copy_(tile["master"])
-                self._store.write_back(spec.key)
+                self._pager.write_back(spec.key)
                 self._pager.advance()
-        self._store.write_back(records.shard.key)
-        unit.version += 1
+        self._pager.write_back(records.shard.key)
+        unit.count_update()
         gradients.discard()
 
     def _runs(

@@ -1,16 +1,17 @@
 """Parameters that stay the user's while their memory is elsewhere.
 
 Note: a released parameter
--------------------------- On release a parameter keeps its identity, name, shape and type. Its data
-becomes one element (NaN, so that nothing can compute with it unnoticed) seen at the true shape with
-strides of zero, and its class becomes a `ReleasedParameter`. That class answers questions about
-shape and type as if the parameter were there; any other use first fetches the unit, which gives the
-parameter its memory and its plain class back, and then goes on. A present parameter is a plain
-`nn.Parameter` and costs nothing.
+
+On release a parameter keeps its identity, name, shape and type. Its data becomes one element (NaN,
+so that nothing can compute with it unnoticed) seen at the true shape with strides of zero, and its
+class becomes a `ReleasedParameter`. That class answers questions about shape and type as if the
+parameter were there; any other use first fetches the unit, which gives the parameter its memory and
+its plain class back, and then goes on. A present parameter is a plain `nn.Parameter` and costs
+nothing.
 
 What would break it: memory given to something else while a tensor still looks at it. Slots are
-    reused only when the last tensor
-over them is gone, so an alias taken by ``p.detach()`` or ``p.data`` stays what it was.
+reused only when the last tensor over them is gone, so an alias taken by ``p.detach()`` or
+``p.data`` stays what it was.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 
-class Pager(Protocol):
+class Fetcher(Protocol):
     """Whoever can bring released parameters back."""
 
     def fetch(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Make these parameters present."""
+        """Make those of these parameters present that are one's own, all at once."""
         ...
 
-    def expose(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Their memory is about to be handed out in a way that hides later changes."""
+    def asked_for_gradient(self, parameter: nn.Parameter) -> None:
+        """Somebody looks at a released parameter's ``grad``."""
         ...
 
 
@@ -78,16 +79,6 @@ _METADATA: frozenset[Callable[..., Any]] = frozenset(
     ]
 )
 
-# What hands out memory that can be changed without autograd's version counter noticing.
-_EXPOSING: frozenset[Callable[..., Any]] = frozenset(
-    [
-        *_accessors("__get__", "data"),
-        *_methods(
-            "detach", "numpy", "untyped_storage", "storage", "data_ptr", "__array__", "__dlpack__"
-        ),
-    ]
-)
-
 
 def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     strides, step = [], 1
@@ -102,6 +93,8 @@ def _stride(parameter: torch.Tensor, dim: int | None = None) -> int | tuple[int,
     return strides if dim is None else strides[dim]
 
 
+(_GRAD,) = _accessors("__get__", "grad")
+
 # The stub would answer these wrongly: a present parameter is contiguous.
 _LAYOUT: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.Tensor.stride: _stride,
@@ -111,9 +104,9 @@ _LAYOUT: dict[Callable[..., Any], Callable[..., Any]] = {
 
 
 class ReleasedParameter(nn.Parameter):
-    """A parameter whose memory is elsewhere. Engines use subclasses made by `released_class`."""
+    """A parameter whose memory is elsewhere. Engines use subclasses made by `Stubs`."""
 
-    pager: Pager
+    fetcher: Fetcher
 
     @classmethod
     def __torch_function__(
@@ -128,20 +121,17 @@ class ReleasedParameter(nn.Parameter):
         kwargs = kwargs or {}
         if func in _LAYOUT:
             return _LAYOUT[func](*args, **kwargs)
+        if func == _GRAD:
+            cls.fetcher.asked_for_gradient(args[0])
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
                 return func(*args, **kwargs)
         if func is torch.Tensor.__reduce_ex__:
             _refuse_copy()
-        released = list(cls._released(args, kwargs))
-        cls.pager.fetch(released)
-        if func in _EXPOSING:
-            cls.pager.expose(released)
+        # All of them: fetching some must not send away others that the function needs as well.
+        leaves = tree_leaves((args, kwargs))
+        cls.fetcher.fetch([leaf for leaf in leaves if isinstance(leaf, nn.Parameter)])
         return func(*args, **kwargs)
-
-    @classmethod
-    def _released(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[nn.Parameter]:
-        return (leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is cls)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Refuse: a copy would gather the whole model."""
@@ -160,23 +150,24 @@ def _refuse_copy() -> NoReturn:
     )
 
 
-def released_class(pager: Pager) -> type[ReleasedParameter]:
-    """The class that one engine's released parameters have."""
-    return type("ReleasedParameter", (ReleasedParameter,), {"pager": pager})
-
-
 class Stubs:
     """Turns parameters into released ones and back.
 
     Args:
-        pager: who fetches them when they are used.
+        fetcher: who fetches them when they are used.
         device: where they appear to be.
     """
 
-    def __init__(self, pager: Pager, device: torch.device) -> None:
-        self._class = released_class(pager)
+    def __init__(self, fetcher: Fetcher, device: torch.device) -> None:
+        self._class: type[ReleasedParameter] = type(
+            "ReleasedParameter", (ReleasedParameter,), {"fetcher": fetcher}
+        )
         self._device = device
         self._cells: dict[torch.dtype, torch.Tensor] = {}
+
+    def answer_by(self, fetcher: Fetcher) -> None:
+        """Have another fetch the parameters that are released."""
+        self._class.fetcher = fetcher
 
     def release(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
         """Take the parameter's memory away."""

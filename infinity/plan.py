@@ -6,10 +6,10 @@ that shows why.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from infinity.partition import ALIGN_NUMEL
+from infinity.partition import ALIGN_NUMEL, Extent, tiles
 from tiering.errors import ConfigError
 from tiering.records import ALIGNMENT_BYTES, aligned_bytes
 from tiering.spec import Tier
@@ -18,7 +18,7 @@ STATE_BYTES = 12  # master, exp_avg, exp_avg_sq of one element
 _TILE_NUMEL = 2**20  # a tile of 12 MiB keeps a drive's queue full and little else
 _LEAST_TILE_NUMEL = 2**14
 _TILES = 4  # one is read, one updated, two are written: their sizes vary by rounding
-_SHARDS = 3  # one is used, one read ahead, one published
+_SHARDS = 2  # beside those in use: one is read ahead, one published
 
 
 class UnitSize(NamedTuple):
@@ -28,14 +28,22 @@ class UnitSize(NamedTuple):
     trained: bool
 
 
-class Homes(NamedTuple):
+class ModelSize(NamedTuple):
+    """What the plan must know of a model on one rank."""
+
+    units: Sequence[UnitSize]
+    active_numel: int
+    """Most shard elements in use at once: of a scope and all scopes around it."""
+
+
+class Tiers(NamedTuple):
     """Where each kind of record lives."""
 
     shards: Tier
     tiles: Tier
 
 
-class Types(NamedTuple):
+class ElementBytes(NamedTuple):
     """Bytes of one element."""
 
     storage_bytes: int
@@ -53,9 +61,9 @@ class Plan(NamedTuple):
 
 
 def make_plan(
-    units: Sequence[UnitSize],
-    homes: Homes,
-    types: Types,
+    model: ModelSize,
+    tiers: Tiers,
+    element_bytes: ElementBytes,
     *,
     budget_bytes: int | None,
     sub_group_numel: int | None,
@@ -63,35 +71,32 @@ def make_plan(
     """Choose the arena size, the tile size and the gradients' home.
 
     Args:
-        units: all units.
-        homes: from the config.
-        types: element sizes.
+        model: its units.
+        tiers: from the config.
+        element_bytes: element sizes.
         budget_bytes: ``tiering.host_memory``; None: what the sum says.
         sub_group_numel: ``sub_group_size``; None: what the budget allows.
 
     Raises:
         ConfigError: the budget is too small; shows the sum and the smallest budget that would do.
     """
-    gradient_home = Tier.DEVICE if homes.tiles is Tier.DEVICE else Tier.HOST
-    lasting = [*_kept(units, homes, types), _gradients(units, homes, types)]
-    most, least = _tile_bounds(units, sub_group_numel)
-
-    def held(tile_numel: int) -> list[_Term]:
-        return [*lasting, *_passing(units, homes, types, tile_numel=tile_numel)]
-
-    if budget_bytes is None or budget_bytes >= _total(held(most)):
-        needed = max(_total(held(most)), ALIGNMENT_BYTES)
-        useful = max(needed, _total(_everything(units, types)))
-        return Plan(min(budget_bytes or needed, useful), most, gradient_home, tuple(held(most)))
-    if homes.tiles is not Tier.NVME:
-        raise ConfigError(_too_small(held(most), budget_bytes))
-    fitting = _fitting_tile(budget_bytes - _total(held(0)))
+    sizes = _Sizes(model, tiers, element_bytes)
+    gradient_home = Tier.DEVICE if tiers.tiles is Tier.DEVICE else Tier.HOST
+    most, least = _tile_bounds(model.units, sub_group_numel)
+    held = sizes.terms(most)
+    if budget_bytes is None or budget_bytes >= _total(held):
+        needed = max(_total(held), ALIGNMENT_BYTES)
+        useful = max(needed, sizes.everything(most))
+        return Plan(min(budget_bytes or needed, useful), most, gradient_home, tuple(held))
+    if tiers.tiles is not Tier.NVME:
+        raise ConfigError(_too_small(held, budget_bytes))
+    fitting = _fitting_tile(budget_bytes - _total(sizes.terms(0)))
     if fitting >= least:
-        return Plan(budget_bytes, fitting, gradient_home, tuple(held(fitting)))
-    lasting[-1] = _spilled_gradients(units, types)
-    if budget_bytes < _total(held(least)):
-        raise ConfigError(_too_small(held(least), budget_bytes))
-    return Plan(budget_bytes, least, Tier.NVME, tuple(held(least)))
+        return Plan(budget_bytes, fitting, gradient_home, tuple(sizes.terms(fitting)))
+    held = sizes.terms(least, spilling=True)
+    if budget_bytes < _total(held):
+        raise ConfigError(_too_small(held, budget_bytes))
+    return Plan(budget_bytes, least, Tier.NVME, tuple(held))
 
 
 def _tile_bounds(units: Sequence[UnitSize], sub_group_numel: int | None) -> tuple[int, int]:
@@ -111,59 +116,86 @@ def _fitting_tile(room_bytes: int) -> int:
 _Term = tuple[str, int]
 
 
-def _kept(units: Sequence[UnitSize], homes: Homes, types: Types) -> list[_Term]:
-    """Records at home in the arena.
+class _Sizes:
+    """The terms of the sum."""
 
-    One shard more, for an update while the old weights are still looked at.
-    """
-    terms = []
-    if homes.shards is Tier.HOST:
-        shards = [aligned_bytes(u.shard_numel * types.storage_bytes) for u in units]
-        terms.append(("weights at home in the host", sum(shards) + max(shards, default=0)))
-    if homes.tiles is Tier.HOST:
-        state = sum(u.shard_numel * STATE_BYTES + ALIGNMENT_BYTES for u in units if u.trained)
-        cuts = sum(u.shard_numel // _TILE_NUMEL for u in units) * ALIGNMENT_BYTES
-        terms.append(("optimizer state at home in the host", state + cuts))
-    return terms
+    def __init__(self, model: ModelSize, tiers: Tiers, element_bytes: ElementBytes) -> None:
+        self._model = model
+        self._tiers = tiers
+        self._bytes = element_bytes
 
+    def terms(self, tile_numel: int, *, spilling: bool = False) -> list[_Term]:
+        """What must be in host memory at once."""
+        return [
+            *self._kept_shards(self._tiers.shards),
+            *self._kept_tiles(self._tiers.tiles, tile_numel),
+            *(self._spilled_gradients() if spilling else self._gradients(self._tiers.tiles)),
+            *self._passing(self._tiers, tile_numel),
+        ]
 
-def _everything(units: Sequence[UnitSize], types: Types) -> list[_Term]:
-    """All there is in host memory at once: a larger arena could not be filled."""
-    homes = Homes(Tier.HOST, Tier.HOST)
-    buffers = _passing(units, Homes(Tier.NVME, Tier.NVME), types, tile_numel=_TILE_NUMEL)
-    return [*_kept(units, homes, types), _gradients(units, homes, types), *buffers]
+    def everything(self, tile_numel: int) -> int:
+        """Bytes of all there is in host memory at once: a larger arena could not be filled."""
+        terms = [
+            *self._kept_shards(Tier.HOST),
+            *self._kept_tiles(Tier.HOST, tile_numel),
+            *self._gradients(Tier.HOST),
+            *self._passing(Tiers(Tier.NVME, Tier.NVME), tile_numel),
+        ]
+        return _total(terms)
 
+    def _kept_shards(self, home: Tier) -> list[_Term]:
+        """Weights at home in the arena; one shard more, since new ones are written beside them."""
+        if home is not Tier.HOST:
+            return []
+        shards = [self._shard_bytes(u) for u in self._model.units]
+        return [("weights at home in the host", sum(shards) + max(shards, default=0))]
 
-def _gradients(units: Sequence[UnitSize], homes: Homes, types: Types) -> _Term:
-    """All gradients, unless they stay on the device beside the optimizer state."""
-    if homes.tiles is Tier.DEVICE:
-        return ("gradients (on the device)", 0)
-    sizes = (aligned_bytes(u.shard_numel * types.gradient_bytes) for u in units if u.trained)
-    return ("gradients", sum(sizes))
+    def _kept_tiles(self, home: Tier, tile_numel: int) -> list[_Term]:
+        """Optimizer state at home in the arena, tile by tile."""
+        if home is not Tier.HOST:
+            return []
+        extents = (
+            extent
+            for unit in self._model.units
+            if unit.trained
+            for extent in tiles(Extent(0, unit.shard_numel), tile_numel=tile_numel)
+        )
+        state = sum(aligned_bytes(extent.numel * STATE_BYTES) for extent in extents)
+        return [("optimizer state at home in the host", state)]
 
+    def _gradients(self, tiles_home: Tier) -> list[_Term]:
+        """All gradients, unless they stay on the device beside the optimizer state."""
+        if tiles_home is Tier.DEVICE:
+            return []
+        return [("gradients", sum(self._gradient_bytes(u) for u in self._trained()))]
 
-def _spilled_gradients(units: Sequence[UnitSize], types: Types) -> _Term:
-    """One produced, one on its way to or from the drive."""
-    largest = max((u.shard_numel for u in units if u.trained), default=0)
-    return (
-        "gradients on their way to the drive",
-        2 * aligned_bytes(largest * types.gradient_bytes),
-    )
+    def _spilled_gradients(self) -> list[_Term]:
+        """One produced, one on its way to or from the drive."""
+        largest = max((self._gradient_bytes(u) for u in self._trained()), default=0)
+        return [("gradients on their way to the drive", 2 * largest)]
 
+    def _passing(self, tiers: Tiers, tile_numel: int) -> list[_Term]:
+        """Buffers for what passes through between the drive and its use."""
+        terms = []
+        if tiers.shards is Tier.NVME:
+            active = self._model.active_numel * self._bytes.storage_bytes
+            active += len(self._model.units) * ALIGNMENT_BYTES  # rounding, at the very most
+            largest = max((self._shard_bytes(u) for u in self._model.units), default=0)
+            terms.append(("weights in use at once", aligned_bytes(active)))
+            terms.append((f"{_SHARDS} of the largest shard", _SHARDS * largest))
+        if tiers.tiles is Tier.NVME:
+            tile = aligned_bytes(tile_numel * STATE_BYTES)
+            terms.append((f"{_TILES} tiles of {tile_numel} elements", _TILES * tile))
+        return terms
 
-def _passing(
-    units: Sequence[UnitSize], homes: Homes, types: Types, *, tile_numel: int
-) -> list[_Term]:
-    """Buffers for what passes through between the drive and its use."""
-    terms = []
-    if homes.shards is Tier.NVME:
-        largest = max((u.shard_numel for u in units), default=0)
-        shard = aligned_bytes(largest * types.storage_bytes)
-        terms.append((f"{_SHARDS} of the largest shard", _SHARDS * shard))
-    if homes.tiles is Tier.NVME:
-        tile = aligned_bytes(tile_numel * STATE_BYTES)
-        terms.append((f"{_TILES} tiles of {tile_numel} elements", _TILES * tile))
-    return terms
+    def _trained(self) -> Iterator[UnitSize]:
+        return (unit for unit in self._model.units if unit.trained)
+
+    def _shard_bytes(self, unit: UnitSize) -> int:
+        return aligned_bytes(unit.shard_numel * self._bytes.storage_bytes)
+
+    def _gradient_bytes(self, unit: UnitSize) -> int:
+        return aligned_bytes(unit.shard_numel * self._bytes.gradient_bytes)
 
 
 def _total(terms: Sequence[_Term]) -> int:

@@ -1,70 +1,86 @@
 """What happens to units at module boundaries: gather, release, and fetch ahead meanwhile.
 
 Note: when a unit is released
------------------------------ In forward, when the scope that needed it is left, unless the trace
-expects it next. In backward, when all its gradients have arrived; if that never happens (frozen or
-unused parameters, a tied weight used elsewhere) when backward enters another scope, and at the
-latest when backward ends. A unit fetched by an access from outside its scope goes when another one
-is fetched so, at the next boundary of a pass, or under pressure for room. Releasing early is never
-wrong: whoever needs the unit again fetches it.
+
+In forward, when the scope that needed it is left. In backward, where whoever needs a weight fetches
+it, when all the unit's gradients have arrived; if that never happens (frozen or unused parameters,
+a tied weight used elsewhere), when backward enters another scope; and at the latest when backward
+ends. A unit fetched by an access from outside its scope goes when another one is fetched so, at the
+next boundary of a pass, or under pressure for room. Releasing early is never wrong: whoever needs
+the unit again fetches it.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NoReturn
 
 import torch
 from torch import nn
 
 from infinity.gradients import UnitGradients
 from infinity.unit import Unit, UnitState
+from tiering.errors import EngineClosedError, TieringWarning
 from tiering.prefetch import Prefetcher
 
 Units = Sequence[Unit]
 
 
 class Schedule:
-    """Decides for all units of one engine; implements the parameters' `Pager`.
+    """Decides for all units of one engine, and fetches released parameters when they are used.
 
     Args:
         pager: leases records and fetches ahead.
     """
 
     def __init__(self, pager: Prefetcher) -> None:
+        self.backward_ran = False
+        """Whether a backward pass has begun since this was last cleared."""
         self._pager = pager
         self._gradients: Mapping[Unit, UnitGradients] = {}
         self._owner: dict[nn.Parameter, tuple[Unit, int]] = {}
         self._active: Counter[Unit] = Counter()
         self._in_backward = False
+        self._in_forward = 0
         self._copying = 0
         self._present: dict[Unit, int] = {}  # and where their flat buffers start
         self._at: dict[int, Unit] = {}  # the same, the other way round
+        self._told_of_gradients = False
 
-    def adopt_units(self, units: Iterable[Unit], gradients: Mapping[Unit, UnitGradients]) -> None:
+    def manage(self, units: Iterable[Unit], gradients: Mapping[Unit, UnitGradients]) -> None:
         """Take charge of these units."""
         self._gradients = gradients
         self._owner = {p: (u, i) for u in units for i, p in enumerate(u.parameters)}
 
     # -- passes
 
-    def begin_forward(self) -> None:
-        """A forward of the whole model starts; what an interrupted one left is cleaned up."""
+    def reset(self) -> None:
+        """Clean up what an interrupted pass has left, and release every unit."""
         if self._in_backward:
             self.end_backward()
-        self._copying = 0
+        self._in_forward = self._copying = 0
         self._active.clear()
-        self.release_all()
+        self.release_idle()
 
-    def begin_pass(self, kind: str) -> None:
-        """A pass of this kind starts, inside the one under way if there is one."""
-        self._pager.begin(kind)
+    def begin_forward(self) -> None:
+        """A forward of the whole model starts; within another, or as the first."""
+        if not self._in_forward:
+            self.reset()
+        self._in_forward += 1
         self._pager.advance()
 
-    def release_all(self) -> None:
+    def end_forward(self) -> None:
+        """The forward has ended, well or not."""
+        self._in_forward -= 1
+        if not self._in_forward:
+            self.release_idle()
+
+    def release_idle(self) -> None:
         """Release every unit that no scope is using."""
         for unit in list(self._present):
-            self._release_idle(unit)
+            self._release_if_idle(unit)
 
     # -- forward
 
@@ -77,25 +93,22 @@ class Schedule:
 
     def leave(self, units: Units) -> None:
         """A scope's forward has ended, well or not."""
-        self._active.subtract(units)
         for unit in units:
-            if not self._in_backward and not self._pager.is_next(unit.records.shard.key):
-                self._release_idle(unit)
-        self._pager.advance()
+            self._active[unit] -= self._active[unit] > 0
+            if not self._in_backward:
+                self._release_if_idle(unit)
 
     # -- backward
 
     def enter_backward(self, units: Units) -> None:
-        """Backward reaches a scope's outputs."""
+        """Backward reaches a scope's outputs: the units of other scopes have had their turn."""
         self._begin_backward()
         for unit in list(self._present):
             if unit not in units:
-                self._release_idle(unit)
-        for unit in units:
-            self._gather(unit)
+                self._release_if_idle(unit)
         self._pager.advance()
 
-    def gradient_arrived(self, parameter: nn.Parameter) -> None:
+    def take_gradient(self, parameter: nn.Parameter) -> None:
         """Autograd has finished this parameter's gradient of this backward pass."""
         self._begin_backward()
         unit, index = self._owner[parameter]
@@ -106,11 +119,12 @@ class Schedule:
         gradients.deposit(index, gradient)
         if gradients.is_complete:
             gradients.close()
-            self._release_idle(unit)
+            self._release_if_idle(unit)
             self._pager.advance()
 
     def _begin_backward(self) -> None:
         """Called by whatever notices first that backward is running."""
+        self.backward_ran = True
         if not self._in_backward:
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(  # noqa: SLF001
@@ -122,28 +136,45 @@ class Schedule:
         self._in_backward = False
         for gradients in self._gradients.values():
             gradients.close()
-        self.release_all()
+        self.release_idle()
         self._pager.advance()
 
     # -- access from outside
 
     def fetch(self, parameters: Sequence[nn.Parameter]) -> None:
         """Make these parameters present, and let go of others that were fetched like this."""
-        wanted = list(dict.fromkeys(self._owner[p][0] for p in parameters))
+        wanted = list(dict.fromkeys(self._owner[p][0] for p in parameters if p in self._owner))
         self._active.update(wanted)  # so that none of them goes to make room for another
         try:
             if not self._in_backward:
-                self.release_all()
+                self.release_idle()
             for unit in wanted:
                 self._gather(unit)
+                if not (self._in_forward or self._in_backward or self._copying):
+                    unit.guard()
         finally:
             self._active.subtract(wanted)
 
-    def expose(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Their memory is handed out in a way that hides changes."""
-        if not self._copying:
-            for parameter in parameters:
-                self._owner[parameter][0].expose()
+    def require(self, unit: Unit) -> torch.Tensor:
+        """The unit's flat buffer, gathered if need be."""
+        self._gather(unit)
+        assert unit.flat is not None
+        return unit.flat
+
+    def unit_at(self, address: int) -> Unit | None:
+        """The present unit whose flat buffer starts at this address."""
+        return self._at.get(address)
+
+    def relieve(self) -> bool:
+        """Make arena room by releasing units nobody is using. Returns whether that helped."""
+        idle = [
+            unit
+            for unit in self._present
+            if unit.holds_arena and self._active[unit] <= 0 and not unit.is_changed
+        ]
+        for unit in idle:
+            self._release(unit)
+        return bool(idle)
 
     def begin_copy(self) -> None:
         """What is handed out until `end_copy` is only copied."""
@@ -153,27 +184,27 @@ class Schedule:
         """The other half of `begin_copy`; pairs nest."""
         self._copying -= 1
 
+    def asked_for_gradient(self, parameter: nn.Parameter) -> None:
+        """Somebody looks at a managed parameter's ``grad``, which is None: say why, once."""
+        if self._told_of_gradients or self._in_backward:
+            return
+        gradients = self._gradients.get(self._owner[parameter][0])
+        if gradients is not None and gradients.arrived:
+            self._told_of_gradients = True
+            warnings.warn(
+                "a parameter's .grad was asked for, but gradients are the engine's: what works on "
+                ".grad (clip_grad_norm_, module.zero_grad) has no effect; use gradient_clipping, "
+                "engine.get_global_grad_norm() and engine.zero_grad()",
+                TieringWarning,
+                stacklevel=3,
+            )
+
     def forsake(self) -> None:
-        """In a forked child: the arena is not there, so no parameter may point into it."""
+        """Let go of all memory without a look at it: in a forked child, and at the end."""
         for unit in self._present:
             unit.forsake()
         self._present.clear()
         self._at.clear()
-
-    def relieve(self) -> bool:
-        """Make arena room by releasing units nobody is using. Returns whether that helped."""
-        idle = [
-            unit
-            for unit in self._present
-            if unit.holds_arena and not self._active[unit] and not unit.is_changed
-        ]
-        for unit in idle:
-            self._release(unit)
-        return bool(idle)
-
-    def unit_at(self, address: int) -> Unit | None:
-        """The present unit whose flat buffer starts at this address."""
-        return self._at.get(address)
 
     # -- one unit
 
@@ -185,16 +216,25 @@ class Schedule:
         address = unit.flat.untyped_storage().data_ptr()
         self._present[unit], self._at[address] = address, unit
 
-    def require(self, unit: Unit) -> torch.Tensor:
-        """The unit's flat buffer, gathered if need be."""
-        self._gather(unit)
-        assert unit.flat is not None
-        return unit.flat
-
-    def _release_idle(self, unit: Unit) -> None:
-        if not self._active[unit]:
+    def _release_if_idle(self, unit: Unit) -> None:
+        if self._active[unit] <= 0:
             self._release(unit)
 
     def _release(self, unit: Unit) -> None:
         unit.release()
         self._at.pop(self._present.pop(unit, 0), None)
+
+
+class Closed:
+    """Answers for released parameters when their engine is gone."""
+
+    def fetch(self, parameters: Sequence[nn.Parameter]) -> NoReturn:
+        """Refuse, and say what to do."""
+        del parameters
+        raise EngineClosedError(
+            "the engine that held this model's weights was closed; take "
+            "engine.module.state_dict() before closing it"
+        )
+
+    def asked_for_gradient(self, parameter: nn.Parameter) -> None:
+        """There is none."""

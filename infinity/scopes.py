@@ -1,11 +1,10 @@
 """Which parameters are gathered together: from the module tree to scopes and groups.
 
 A *scope* is a module whose forward needs certain parameters present: an element of a `ModuleList`
-    or `Sequential` (a
-transformer block, normally) with everything below it, a leaf module outside of those, or a module
-that owns parameters directly. Each parameter belongs to the first scope that holds it; a tied
-parameter is needed by several scopes and stored once. Within a scope parameters of one type and one
-kind (trained or frozen) form a group, and each group becomes a unit.
+or `Sequential` (a transformer block, normally) with everything below it, a leaf module outside of
+those, or a module that owns parameters directly. Each parameter belongs to the first scope that
+holds it; a tied parameter is needed by several scopes and stored once. Within a scope parameters of
+one type and one kind (trained or frozen) form a group, and each group becomes a unit.
 """
 
 from __future__ import annotations
@@ -48,6 +47,11 @@ class Scope:
     module: nn.Module
     groups: list[Group]
 
+    @property
+    def is_root(self) -> bool:
+        """Whether it is the model itself."""
+        return not self.name
+
 
 def find_scopes(model: nn.Module, *, max_unit_numel: int) -> list[Scope]:
     """Divide the model.
@@ -72,7 +76,7 @@ def find_scopes(model: nn.Module, *, max_unit_numel: int) -> list[Scope]:
                 group.parameters.append(parameter)
                 owner[parameter] = group
             needed[group] = None
-        scopes.append(Scope(name or "model", module, list(needed)))
+        scopes.append(Scope(name, module, list(needed)))
     return scopes
 
 

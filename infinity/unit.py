@@ -1,35 +1,43 @@
 """The unit: parameters that are gathered, used and released together.
 
 Note: the trip of a shard
-------------------------- ``read`` (drive to arena) and ``upload`` (arena to device) end with the
-lease and the device tier; `Unit.gather` then puts all ranks' shards together (`all_gather`) and
-widens them if the model computes in another type than it stores. Each parameter becomes a view of
-that flat buffer. `Unit.release` takes the views away again; if the user changed a parameter
-meanwhile, the change is kept first (`adopt`). On a CPU with one rank and one type none of these
-hops has work to do, and the parameters are views of the arena slot itself.
+
+Its ``read`` (drive to arena) and ``upload`` (arena to device) are the store's and the device
+tier's. `Unit.gather` puts all ranks' shards together (`all_gather`) and widens them if the model
+computes in another type than it stores; each parameter becomes a view of that flat buffer.
+`Unit.release` takes the views away again. On a CPU with one rank and one type none of these hops
+has work to do, and the parameters are views of the arena slot itself.
+
+Note: changes by the user
+
+A weight may be changed by anybody at any time: in place, through ``.data``, through numpy, by
+giving it other data. `release` looks for that (a version that moved on, memory that is elsewhere,
+and, if the unit was fetched by an access from outside, a fingerprint of the bytes) and keeps the
+change, in the shard and in the master weights. Not seen is a change through ``.data`` made by the
+model's own forward or backward.
 
 What would break it: using a flat buffer after `release`. Parameters are stubs then, and what
-    autograd saved is packed as
-a position in the unit (see `hooks`), so nothing has to.
+autograd saved is packed as a place in the unit (see `hooks`), so nothing has to.
 """
 
 from __future__ import annotations
 
+import bisect
 import enum
+import hashlib
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from infinity.comm import Communicator
 from infinity.parameters import Stubs
-from infinity.partition import Extent, FlatLayout, tiles
+from infinity.partition import Extent, FlatLayout
+from infinity.unit_records import UnitRecords
 from tiering.prefetch import Prefetcher
-from tiering.spec import RecordSpec, TensorSpec, Tier
-from tiering.store import Lease, TieredStore
+from tiering.spec import RecordSpec, TensorSpec
+from tiering.store import Lease
 from tiering.tiers.device import DeviceSlot, DeviceTier
-from tiering.tiers.nvme import NvmeTier
 from tiering.trace import Access
 
 
@@ -40,57 +48,7 @@ class UnitState(enum.Enum):
     """Stubs: no memory here. The shard may be anywhere."""
 
     PRESENT = "present"
-    """Views of the flat buffer: the unit's elements in the compute type, or a lease on the shard's
-    slot.
-    """
-
-
-class Home(NamedTuple):
-    """Where records live, and on which drive if they live on one."""
-
-    tier: Tier
-    drive: NvmeTier | None
-
-
-class Records:
-    """The records of one unit on one rank: names and layout.
-
-    Args:
-        name: short and unique.
-        layout: the unit's flat buffer.
-        rank: whose shard.
-        tile_numel: most elements of a tile; 0 for a frozen unit, which has none.
-        storage_dtype: type of the shard.
-        gradient_dtype: type gradients are kept in.
-    """
-
-    def __init__(  # noqa: PLR0913
-        self,
-        name: str,
-        layout: FlatLayout,
-        *,
-        rank: int,
-        tile_numel: int,
-        storage_dtype: torch.dtype,
-        gradient_dtype: torch.dtype,
-    ) -> None:
-        self.own = layout.shard(rank)
-        numel = (self.own.numel,)
-        self.shard = RecordSpec(f"{name}.shard", (TensorSpec("shard", storage_dtype, numel),))
-        self.gradient = RecordSpec(
-            f"{name}.gradient", (TensorSpec("gradient", gradient_dtype, numel),)
-        )
-        self.extents = tiles(self.own, tile_numel=tile_numel) if tile_numel else ()
-        self.tiles = tuple(
-            RecordSpec(
-                f"{name}.tile{number}",
-                tuple(
-                    TensorSpec(field, torch.float32, (extent.numel,))
-                    for field in ("master", "exp_avg", "exp_avg_sq")
-                ),
-            )
-            for number, extent in enumerate(self.extents)
-        )
+    """Views of the flat buffer: memory of its own, or a lease on the shard's slot."""
 
 
 class Unit:
@@ -109,7 +67,7 @@ class Unit:
         names: Sequence[str],
         parameters: Sequence[nn.Parameter],
         layout: FlatLayout,
-        records: Records,
+        records: UnitRecords,
         *,
         compute_dtype: torch.dtype,
         pager: Prefetcher,
@@ -122,10 +80,11 @@ class Unit:
         self.layout = layout
         self.records = records
         self.compute_dtype = compute_dtype
-        self.trained = bool(records.tiles)
-        self.version = 0  # counts changes of the weights
+        self._changes = [0] * len(self.parameters)  # of each parameter
+        self._starts = [place.start for place in layout.parameters]
         self.state = UnitState.RELEASED
         self.flat: torch.Tensor | None = None
+        self._flat_spec = RecordSpec("flat", (TensorSpec("flat", compute_dtype, (layout.numel,)),))
         self._pager = pager
         self._device = device
         self._comm = comm
@@ -133,29 +92,26 @@ class Unit:
         self._lease: Lease | None = None
         self._slot: DeviceSlot | None = None
         self._versions: tuple[int, ...] = ()
-        self._exposed = False
+        self._fingerprint: bytes | None = None
+        self._is_changed = False
 
     # -- into the store
 
-    def store_initial(self, store: TieredStore, *, shards: Home, tiles: Home) -> None:
-        """Create the records from the parameters' present values, then release the parameters.
+    def store_initial(self) -> None:
+        """Copy the parameters' values into the records, which exist; `forsake` comes after that.
 
         Master weights start from the values as given, before rounding to the storage type; moments
         start at zero.
         """
-        store.create(self.records.shard, shards.tier, drive=shards.drive)
-        with store.lease(self.records.shard.key, Access.OVERWRITE) as lease:
+        with self._pager.lease(self.records.shard.key, Access.OVERWRITE) as lease:
             self._collect(self.records.own, lease["shard"])
-        store.write_back(self.records.shard.key)
+        self._pager.write_back(self.records.shard.key)
         for spec, extent in zip(self.records.tiles, self.records.extents, strict=True):
-            store.create(spec, tiles.tier, drive=tiles.drive)
-            with store.lease(spec.key, Access.OVERWRITE) as lease:
+            with self._pager.lease(spec.key, Access.OVERWRITE) as lease:
                 self._collect(extent, lease["master"])
                 lease["exp_avg"].zero_()
                 lease["exp_avg_sq"].zero_()
-            store.write_back(spec.key)
-        for parameter in self.parameters:
-            self._stubs.release(parameter, self.compute_dtype)
+            self._pager.write_back(spec.key)
 
     def _collect(self, extent: Extent, out: torch.Tensor) -> None:
         """Copy the parameters' elements of ``extent`` to ``out``; padding becomes zero."""
@@ -178,34 +134,36 @@ class Unit:
             for parameter, place in zip(self.parameters, self.layout.parameters, strict=True):
                 view = self.flat[place.start : place.stop].view(parameter.shape)
                 self._stubs.restore(parameter, view)
-        self._versions = tuple(p._version for p in self.parameters)  # noqa: SLF001
+        self._versions = self._versions_now()
         self.state = UnitState.PRESENT
 
     def _gather_flat(self) -> torch.Tensor:
         lease = self._pager.lease(self.records.shard.key, Access.READ)
-        shard = self._device.upload(lease["shard"])
-        whole = shard
-        if self._comm.size > 1:
-            whole = shard.new_empty(self.layout.numel)
-        whole = self._comm.all_gather(shard, whole)
-        if whole is lease["shard"] and whole.dtype == self.compute_dtype:
-            self._lease = lease
-            return whole
-        if whole.dtype != self.compute_dtype:
-            whole = self._flat_buffer().copy_(whole)
-        lease.release()
-        return whole
+        try:
+            flat = self._whole(self._device.upload(lease["shard"]))
+        except BaseException:
+            lease.abandon()
+            raise
+        if flat is lease["shard"]:
+            self._lease = lease  # the flat buffer is the slot itself
+        else:
+            lease.release()
+        return flat
 
-    def _flat_buffer(self) -> torch.Tensor:
-        spec = RecordSpec("flat", (TensorSpec("flat", self.compute_dtype, (self.layout.numel,)),))
-        self._slot = self._device.allocate(spec.nbytes)
-        return self._slot.tensors(spec)["flat"]
+    def _whole(self, shard: torch.Tensor) -> torch.Tensor:
+        """All ranks' shards in the compute type."""
+        whole = shard if self._comm.size == 1 else shard.new_empty(self.layout.numel)
+        whole = self._comm.all_gather(shard, whole)
+        if whole.dtype == self.compute_dtype:
+            return whole
+        self._slot = self._device.allocate(self._flat_spec.nbytes)
+        return self._slot.tensors(self._flat_spec)["flat"].copy_(whole)
 
     def release(self) -> None:
         """Take the parameters' memory away, if they have any. A change by the user is kept."""
         if self.state is UnitState.RELEASED:
             return
-        if self._changed():
+        if self.is_changed:
             self._adopt()
         self.forsake()
         if self._lease is not None:
@@ -221,33 +179,81 @@ class Unit:
             self._stubs.release(parameter, self.compute_dtype)
         self.flat = None
         self.state = UnitState.RELEASED
-        self._exposed = False
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether a release would have to keep a change by the user."""
-        return self.state is UnitState.PRESENT and self._changed()
+        self._fingerprint = None
+        self._is_changed = False
 
     @property
     def holds_arena(self) -> bool:
         """Whether a release would make arena room."""
         return self._lease is not None
 
-    def expose(self) -> None:
-        """The user was given memory through which changes cannot be seen: compare at release."""
-        self._exposed = True
-
     # -- changes by the user
 
-    def _changed(self) -> bool:
+    def guard(self) -> None:
+        """The user gets hold of the memory: remember its contents, to see changes at release."""
+        if self._fingerprint is None:
+            self._fingerprint = self._fingerprint_now()
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the user has changed a present parameter since it was gathered."""
+        self.note_changes()
+        if not self._is_changed and self._fingerprint is not None:
+            self._is_changed = self._fingerprint != self._fingerprint_now()
+            if self._is_changed:
+                self.count_update()
+        return self._is_changed
+
+    def note_changes(self) -> None:
+        """Count what can be seen at once: weights changed in place, or given other data."""
         assert self.flat is not None
-        if self._exposed or self._versions != tuple(p._version for p in self.parameters):  # noqa: SLF001
-            return True
+        now = self._versions_now()
+        if now != self._versions or any(self._moved()):
+            moved = self._moved()
+            for index, (old, new) in enumerate(zip(self._versions, now, strict=True)):
+                self._changes[index] += old != new or moved[index]
+            self._take_back(moved)
+            self._versions = self._versions_now()
+            self._is_changed = True
+
+    def version_at(self, offset: int) -> int:
+        """How often the parameter at this element of the flat buffer has changed."""
+        if self.state is UnitState.PRESENT:
+            self.note_changes()
+        return self._changes[max(bisect.bisect_right(self._starts, offset) - 1, 0)]
+
+    def count_update(self) -> None:
+        """All weights have been changed in the records."""
+        self._changes = [count + 1 for count in self._changes]
+
+    def _take_back(self, moved: Sequence[bool]) -> None:
+        """Copy parameters that were given other data to their places, and point them there."""
+        assert self.flat is not None
+        for parameter, place, elsewhere in zip(
+            self.parameters, self.layout.parameters, moved, strict=True
+        ):
+            if elsewhere:
+                view = self.flat[place.start : place.stop].view(parameter.shape)
+                with torch.no_grad():
+                    view.copy_(parameter)
+                parameter.data = view
+
+    def _moved(self) -> list[bool]:
+        """Which parameters' data is not at its place in the flat buffer."""
+        assert self.flat is not None
         itemsize, base = self.flat.element_size(), self.flat.data_ptr()
-        return any(
-            p.data_ptr() != base + place.start * itemsize and p.numel() > 0
-            for p, place in zip(self.parameters, self.layout.parameters, strict=True)
-        )
+        return [
+            parameter.numel() > 0 and parameter.data_ptr() != base + place.start * itemsize
+            for parameter, place in zip(self.parameters, self.layout.parameters, strict=True)
+        ]
+
+    def _versions_now(self) -> tuple[int, ...]:
+        return tuple(parameter._version for parameter in self.parameters)  # noqa: SLF001
+
+    def _fingerprint_now(self) -> bytes:
+        assert self.flat is not None
+        raw = self.flat.detach().view(torch.uint8).cpu().numpy()
+        return hashlib.blake2b(raw.data).digest()
 
     @torch.no_grad()
     def _adopt(self) -> None:
@@ -256,26 +262,16 @@ class Unit:
         In the shard, and in the master weights where they differ from what those round to.
         """
         assert self.flat is not None
-        for parameter, place in zip(self.parameters, self.layout.parameters, strict=True):
-            view = self.flat[place.start : place.stop]
-            if parameter.data_ptr() != view.data_ptr():
-                view.copy_(parameter.detach().reshape(-1))
-        own = self.flat[slice(*self.records.own)]
         for spec, extent in zip(self.records.tiles, self.records.extents, strict=True):
             self._adopt_tile(spec, self.flat[slice(*extent)])
-        if self._lease is not None:
-            self._lease.mark_changed()
-        else:
-            with self._pager.lease(self.records.shard.key, Access.OVERWRITE) as lease:
-                lease["shard"].copy_(own)
-        self.version += 1
+        with self._pager.lease(self.records.shard.key, Access.OVERWRITE) as lease:
+            lease["shard"].copy_(self.flat[slice(*self.records.own)])
 
     def _adopt_tile(self, spec: RecordSpec, values: torch.Tensor) -> None:
         storage = self.records.shard.tensors[0].dtype
         with self._pager.lease(spec.key, Access.READ) as lease:
-            master = lease["master"]
-            differs = master.to(storage) != values.to(storage).to(master.device)
-            if not bool(differs.any()):
-                return
-            master[differs] = values.to(master)[differs]
-            lease.mark_changed()
+            wide = values.to(lease["master"])
+            differs = lease["master"].to(storage) != wide.to(storage)
+        if bool(differs.any()):
+            with self._pager.lease(spec.key, Access.UPDATE) as lease:
+                lease["master"][differs] = wide[differs]

@@ -96,6 +96,13 @@ class Arena:
         return self._capacity_bytes
 
     @property
+    def free_bytes(self) -> int:
+        """In free extents, however small they are."""
+        with self._lock:
+            self._drain()
+            return self._free.total_bytes
+
+    @property
     def memory(self) -> PinnedMemory:
         """The whole block, for registration with a backend or a device.
 

@@ -13,13 +13,13 @@ from tiering.trace import Access, Holding, Use
 
 
 def fetch_ahead(
-    upcoming: Iterable[Use], *, holding: Callable[[str], Holding], room_bytes: int
+    upcoming: Iterable[Use], *, holding: Callable[[Use], Holding], room_bytes: int
 ) -> list[str]:
     """Choose the records to start reading now, in the order of their use.
 
     Args:
         upcoming: the uses from here on.
-        holding: what a record holds or needs.
+        holding: what a use's record holds or needs.
         room_bytes: free room, plus all evictable bytes.
 
     Returns:
@@ -31,7 +31,7 @@ def fetch_ahead(
         if use.key in met:
             continue
         met.add(use.key)
-        held = holding(use.key)
+        held = holding(use)
         room_bytes -= held.evictable_bytes + held.missing_bytes
         if room_bytes < 0:
             break

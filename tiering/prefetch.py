@@ -1,7 +1,7 @@
 """Walks the trace against the store, and has records fetched before their use.
 
 One `Prefetcher` serves one store. Its clients bracket each pass with `begin` and `end` and lease
-records through it. Fetching ahead happens in `advance`, which its client calls where time passes:
+records through it. Fetching ahead happens in `advance`, which its clients call where time passes:
 at module boundaries, and between optimizer tiles.
 """
 
@@ -34,19 +34,28 @@ class Prefetcher:
         """A pass of this kind starts; inside another, perhaps, which goes on after its `end`."""
         self._passes.append((kind, TraceCursor(self._traces.get(kind))))
 
-    def end(self) -> None:
-        """The innermost pass is over; its kind is expected to use the same next time."""
-        kind, cursor = self._passes.pop()
-        self._traces[kind] = cursor.recorded()
+    def end(self, kind: str) -> None:
+        """The pass of this kind is over; the next one is expected to use the same."""
+        cursor = self._stop(kind)
+        if cursor is not None:
+            self._traces[kind] = cursor.recorded()
 
-    def abandon(self) -> None:
-        """The innermost pass was interrupted; what is known of its kind stays as it was."""
-        self._passes.pop()
+    def abandon(self, kind: str) -> None:
+        """The pass of this kind was interrupted; what is known of its kind stays as it was."""
+        self._stop(kind)
 
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """The passes under way, outermost first."""
-        return tuple(kind for kind, _ in self._passes)
+    def _stop(self, kind: str) -> TraceCursor | None:
+        """Take the pass off, with those inside it that never ended."""
+        if not self.is_under_way(kind):
+            return None
+        while True:
+            name, cursor = self._passes.pop()
+            if name == kind:
+                return cursor
+
+    def is_under_way(self, kind: str) -> bool:
+        """Whether a pass of this kind has begun and not ended."""
+        return any(name == kind for name, _ in self._passes)
 
     def lease(self, key: str, access: Access) -> Lease:
         """Note the use in the pass under way, if any, and lease the record from the store."""
@@ -54,9 +63,13 @@ class Prefetcher:
             self._passes[-1][1].use(Use(key, access))
         return self._store.lease(key, access)
 
-    def is_next(self, key: str) -> bool:
-        """Whether the trace expects this record's use next."""
-        return self.distance(key) == 0
+    def write_back(self, key: str) -> None:
+        """Start writing the record if it is newer in memory; see `TieredStore.write_back`."""
+        self._store.write_back(key)
+
+    def discard(self, key: str) -> None:
+        """Forget the record's contents; see `TieredStore.discard`."""
+        self._store.discard(key)
 
     def distance(self, key: str) -> float:
         """Uses until the next of ``key``, in the innermost pass that knows it; inf if none does."""

