@@ -674,7 +674,8 @@ def _piece_bytes(capacity_bytes: int) -> int:
 def _dense(key: str, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor without its history, if it has bytes of its own."""
     is_strided = tensor.layout is torch.strided and not tensor.is_nested
-    if not is_strided or tensor.is_quantized or tensor.is_meta:
+    is_quantized = tensor.is_quantized or str(tensor.dtype).startswith(("torch.q", "torch.quint"))
+    if not is_strided or is_quantized or tensor.is_meta:
         raise ConfigError(
             f"{key!r} is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}; only dense "
             f"tensors with contents can be swapped"

@@ -525,10 +525,7 @@ static void test_memory(void)
 	CHECK(aio_memory_unmap(&memory) == 0);
 }
 
-#define TEST(name)                                                                                 \
-	{                                                                                          \
-#name, test_##name                                                                 \
-	}
+#define TEST(name) {#name, test_##name}
 
 static const struct {
 	const char *name;

@@ -147,7 +147,7 @@ static void start_block(struct path *path, struct block *block)
 	        .buffer = block->buffer + at,
 	        .offset = block->offset + at,
 	        .bytes = (uint32_t)min_u64(block->bytes - at,
-	                                   transfer_bytes_max(path, block->align)),
+		                           transfer_bytes_max(path, block->align)),
 	        .op = block->request->op,
 	        .align = block->align,
 	        .fd = file->fds[direct],
@@ -452,9 +452,29 @@ static void switch_backend(struct path *path)
 		register_region(path, path->region, path->region_bytes);
 }
 
-/* reap failed: what was in flight is lost. */
+/* Takes the backend down for good. Drops the lock meanwhile. */
+static void drop_backend(struct path *path, int error)
+{
+	struct backend *old = path->backend;
+
+	path->backend = NULL;
+	path->broken = error;
+	pthread_mutex_unlock(&path->aio->lock);
+	old->ops->destroy(old, GRACE_US);
+	pthread_mutex_lock(&path->aio->lock);
+}
+
+/* reap failed: what was in flight is lost. The backend goes first, because a block's memory is its
+ * owner's again as soon as its request ends, and until then the kernel may write to it. */
 static void lose_backend(struct path *path, int error)
 {
+	if (path->aio->options.backend == AIO_BACKEND_AUTO &&
+	    path->backend->kind == AIO_BACKEND_URING) {
+		switch_backend_soon(path, error);
+		switch_backend(path);
+	} else {
+		drop_backend(path, error);
+	}
 	for (uint32_t i = 0; i < path->aio->options.queue_depth; i++) {
 		struct block *block = &path->blocks[i];
 
@@ -464,11 +484,6 @@ static void lose_backend(struct path *path, int error)
 		path->flying--;
 		fail_block(path, block, error);
 	}
-	if (path->aio->options.backend == AIO_BACKEND_AUTO &&
-	    path->backend->kind == AIO_BACKEND_URING)
-		switch_backend_soon(path, error);
-	else
-		path->broken = error;
 }
 
 /* Waits for ends, without the lock. */
