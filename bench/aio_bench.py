@@ -26,10 +26,10 @@ from bench.facts import machine_facts
 from bench.fio_baseline import FIO_ENGINES, FioEngine, find_fio
 from bench.job import OPS, Job, Op, Window
 from bench.run import run
-from bench.sizes import parse_bytes
 from bench.sweep import Grid, jobs_of, sweep
 from tiering.aio.config import BACKENDS
 from tiering.errors import ConfigError, SpaceError, TieringError, TieringWarning
+from tiering.sizes import parse_bytes
 
 _CANNOT: Final = 2
 _FAILED: Final = 1

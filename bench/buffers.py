@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.job import Pages
-from bench.sizes import format_bytes
 from tiering.aio import PinnedMemory
 from tiering.errors import ConfigError
+from tiering.sizes import format_bytes
 
 _MIB: Final = 2**20
 _UNLIKE_BYTES: Final = 64 * _MIB  # further than any drive looks back to compress

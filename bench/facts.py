@@ -14,7 +14,7 @@ import psutil
 
 from bench.buffers import PageFacts
 from bench.lane import Lane, Place
-from bench.sizes import format_bytes
+from tiering.sizes import format_bytes
 
 _PACKAGE: Final = "zero-infinity"
 _MAY_LOCK_ALL: Final = 14  # CAP_IPC_LOCK, a bit of the capability masks

@@ -17,10 +17,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from bench.sizes import format_bytes, is_power_of_two, power_of_two_above, power_of_two_below
 from tiering.aio import AioConfig
 from tiering.aio.config import BackendName
 from tiering.errors import ConfigError
+from tiering.sizes import format_bytes, is_power_of_two, power_of_two_above, power_of_two_below
 
 Op = Literal["read", "write", "mixed"]
 Cache = Literal["direct", "buffered"]

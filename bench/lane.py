@@ -18,11 +18,11 @@ from typing import Final, NamedTuple
 
 from bench.buffers import Buffer
 from bench.job import Job
-from bench.sizes import format_bytes
 from tiering.aio import AioStats, AnyEngine, Faults, open_engine
 from tiering.aio.backend import File, Transfer
 from tiering.errors import ConfigError, SpaceError
 from tiering.folder import SwapFolder
+from tiering.sizes import format_bytes
 
 _KEPT_FREE_BYTES: Final = 64 * 2**20  # nobody is helped by a full file system
 _CLOSE_S: Final = 5.0

@@ -16,9 +16,9 @@ import numpy as np
 
 from bench.facts import MachineFacts
 from bench.job import Op
-from bench.sizes import format_bytes
 from bench.sweep import Cell, Setting, SweepResult
 from tiering.errors import ConfigError
+from tiering.sizes import format_bytes
 
 _PANEL_INCHES: Final = (4.6, 3.8)
 _DARK_BELOW: Final = 0.6  # of the scale: white figures on darker colours
@@ -33,7 +33,7 @@ def check_plotting() -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
             "a picture needs matplotlib, which is not installed; "
-            "install it by: pip install 'zero-infinity[plot]', or leave --plot out"
+            "install it by: pip install matplotlib, or leave --plot out"
         )
 
 

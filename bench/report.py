@@ -17,10 +17,10 @@ from bench.config_file import AioBlock
 from bench.facts import EngineFacts, MachineFacts, PathFacts
 from bench.job import Job
 from bench.run import PathResult, Row, RunResult
-from bench.sizes import format_bytes
 from bench.sweep import Setting, SweepResult, aio_block
 from bench.workload import Bandwidth, Latency
 from tiering.errors import ConfigError
+from tiering.sizes import format_bytes
 
 JSON_SCHEMA: Final = 1
 """Raised when a field changes its meaning or goes away."""

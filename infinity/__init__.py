@@ -14,11 +14,12 @@ The modules, in the order in which bytes pass through them: `config`, `scopes`, 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler as Scheduler
 
 from infinity.assembly import OptimizerGroups
 from infinity.config import AdamParams, Config, Optimizer, load_config
@@ -45,7 +46,7 @@ class Initialized(NamedTuple):
     engine: InfinityEngine
     optimizer: PagedAdam
     dataloader: None
-    lr_scheduler: Any
+    lr_scheduler: Scheduler | None
 
 
 def initialize(  # noqa: PLR0913 - the arguments people already pass
@@ -54,7 +55,7 @@ def initialize(  # noqa: PLR0913 - the arguments people already pass
     config: str | os.PathLike[str] | Mapping[str, object],
     optimizer: torch.optim.Optimizer | None = None,
     model_parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
-    lr_scheduler: Any = None,  # noqa: ANN401 - any scheduler; it is only handed back
+    lr_scheduler: Scheduler | Callable[[PagedAdam], Scheduler] | None = None,
     faults: Faults | None = None,
 ) -> Initialized:
     """Page a model's weights and optimizer state as the configuration says.
@@ -67,7 +68,8 @@ def initialize(  # noqa: PLR0913 - the arguments people already pass
             the config's section.
         model_parameters: parameters or groups to train, for the config's optimizer; all trainable
             ones if None.
-        lr_scheduler: handed back as it is; it should steer the returned optimizer.
+        lr_scheduler: one of torch's, made for ``optimizer``, which steers the returned optimizer
+            from now on; or a function that makes one for it. `InfinityEngine.step` steps it.
         faults: for tests: what goes wrong in the I/O below.
 
     Returns:
@@ -83,8 +85,33 @@ def initialize(  # noqa: PLR0913 - the arguments people already pass
         groups = _from_torch(optimizer)
     else:
         groups = _from_config(checked.optimizer or Optimizer(), model, model_parameters)
+    _check_scheduler(lr_scheduler, optimizer)
     engine = InfinityEngine(model, checked, groups, faults=faults)
-    return Initialized(engine, engine.optimizer, None, lr_scheduler)
+    engine.lr_scheduler = _steering(lr_scheduler, engine.optimizer)
+    return Initialized(engine, engine.optimizer, None, engine.lr_scheduler)
+
+
+def _check_scheduler(scheduler: object, optimizer: torch.optim.Optimizer | None) -> None:
+    """Refuse, before anything moves, one that could not steer the optimizer."""
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ConfigError("ReduceLROnPlateau needs a metric; step it yourself, without the engine")
+    if isinstance(scheduler, Scheduler):
+        if optimizer is None or scheduler.optimizer is not optimizer:
+            raise ConfigError(
+                "the lr_scheduler steers another optimizer than the one given; give both, or a "
+                "function that makes the scheduler: lr_scheduler=lambda optimizer: ..."
+            )
+    elif scheduler is not None and not callable(scheduler):
+        raise ConfigError(f"lr_scheduler must be one of torch's or a function, got {scheduler!r}")
+
+
+def _steering(
+    scheduler: Scheduler | Callable[[PagedAdam], Scheduler] | None, optimizer: PagedAdam
+) -> Scheduler | None:
+    if isinstance(scheduler, Scheduler):
+        scheduler.optimizer = optimizer
+        return scheduler
+    return None if scheduler is None else scheduler(optimizer)
 
 
 def _from_torch(optimizer: torch.optim.Optimizer) -> OptimizerGroups:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import starmap
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -194,6 +195,8 @@ def compute_device(model: nn.Module) -> torch.device:
         ConfigError: its parameters are on several devices, or it has none.
     """
     devices = {p.device for p in model.parameters()}
+    if not devices:
+        raise ConfigError("the model has no parameters")
     if len(devices) != 1:
         found = sorted(map(str, devices))
         raise ConfigError(f"the model's parameters must be on one device, found {found}")
@@ -223,7 +226,10 @@ def _check_parameters(model: nn.Module) -> None:
                 "can be paged: convert it, or make it a buffer"
             )
         if parameter.is_meta:
-            raise ConfigError(f"parameter {name!r} is on the meta device and has no values yet")
+            raise ConfigError(
+                f"parameter {name!r} is on the meta device and has no values yet; build the model "
+                "on a device, with its weights"
+            )
 
 
 def _communicator() -> Communicator:
@@ -306,8 +312,8 @@ def _open_drives(
 def _real(path: str | None) -> str:
     assert path is not None
     try:
-        return os.path.realpath(path)
-    except (OSError, ValueError) as error:
+        return os.path.realpath(Path(path).expanduser())
+    except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"nvme_path {path!r} cannot be used: {error}") from error
 
 

@@ -17,17 +17,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from tiering.errors import ConfigError
-
-_UNITS = {
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
+from tiering.sizes import parse_bytes
 
 
 def _whole(value: object) -> object:
@@ -39,12 +29,10 @@ def _bytes(value: object) -> object:
     """Sizes may be written as "8GiB"."""
     if not isinstance(value, str) or value == "auto":
         return _whole(value)
-    number = value.rstrip("BKMGTIbkmgti")
-    unit = _UNITS.get(value[len(number) :].upper() or "B")
     try:
-        return int(float(number) * (unit or 1)) if unit else value
-    except ValueError:
-        return value
+        return parse_bytes(value)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
 
 
 Auto = Literal["auto"]
@@ -130,11 +118,28 @@ class Bf16(_Section):
     """
 
 
-class Fp16(_Section):
-    """``fp16``: accepted only switched off."""
+def _switched_off(value: object) -> object:
+    if value is True:
+        raise ValueError('loss scaling is not there yet; use "bf16": {"enabled": true}')
+    return value
 
-    enabled: Literal[False] = False
-    """Loss scaling is not there yet; use bf16."""
+
+class Fp16(_Section):
+    """``fp16``: accepted only switched off, with whatever else templates have in it."""
+
+    enabled: Annotated[Literal[False], BeforeValidator(_switched_off)] = False
+    auto_cast: bool = False
+    """No effect."""
+    loss_scale: float = 0
+    """No effect."""
+    loss_scale_window: Count = 1000
+    """No effect."""
+    initial_scale_power: Count = 16
+    """No effect."""
+    hysteresis: Count = 2
+    """No effect."""
+    min_loss_scale: float = 1
+    """No effect."""
 
 
 class AdamParams(_Section):
@@ -300,15 +305,19 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, object]) -> Config
     try:
         return Config.model_validate(_mapping(source))
     except ValidationError as error:
-        problems = "\n".join(f"  - {line}" for line in _problems(error))
+        problems = _problems(error)
+        name = "" if isinstance(source, Mapping) else f" {os.fspath(source)!r}"
+        lines = "".join(f"\n  - {problem}" for problem in problems)
         raise ConfigError(
-            f"the configuration has {error.error_count()} problem(s):\n{problems}"
+            f"the configuration{name} has {len(problems)} problem(s):{lines}"
         ) from None
 
 
 def _mapping(source: str | os.PathLike[str] | Mapping[str, object]) -> dict[str, object]:
     if isinstance(source, Mapping):
         return dict(source)
+    if not isinstance(source, (str, os.PathLike)):
+        raise ConfigError(f"the configuration must be a mapping or a path, got {source!r}")
     try:
         loaded = json.loads(Path(source).read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
@@ -320,22 +329,45 @@ def _mapping(source: str | os.PathLike[str] | Mapping[str, object]) -> dict[str,
     return loaded
 
 
-def _problems(error: ValidationError) -> Iterator[str]:
+def _problems(error: ValidationError) -> list[str]:
+    """One line a key, in the user's terms: a value that fits no alternative has one problem."""
+    lines: dict[str, list[str]] = {}
     for problem in error.errors():
-        place = ".".join(str(part) for part in problem["loc"])
+        place = ".".join(_own_parts(problem["loc"]))
+        message = problem["msg"].removeprefix("Value error, ")
         if problem["type"] == "extra_forbidden":
-            yield f"{place}: unknown key{_nearest(place)}"
-        elif place:
-            yield f"{place}: {problem['msg']}, got {problem['input']!r}"
-        else:
-            yield problem["msg"].removeprefix("Value error, ")
+            message = f"unknown key{_nearest(place)}"
+        elif problem["type"] != "value_error":
+            message = f"{message}, got {problem['input']!r}"
+        lines.setdefault(place, []).append(message)
+    return [
+        f"{place}: {'; or '.join(messages)}" if place else "; ".join(messages)
+        for place, messages in lines.items()
+    ]
+
+
+def _own_parts(location: tuple[int | str, ...]) -> Iterator[str]:
+    """What of an error's place is the user's key, and not an alternative of its type."""
+    model: object = Config
+    for part in location:
+        if not isinstance(model, type) or not issubclass(model, BaseModel):
+            return
+        yield str(part)
+        field = model.model_fields.get(str(part))
+        model = field and next(
+            (o for o in (field.annotation, *get_args(field.annotation)) if _is_section(o)), None
+        )
+
+
+def _is_section(option: object) -> bool:
+    return isinstance(option, type) and issubclass(option, BaseModel)
 
 
 def _nearest(place: str) -> str:
     known = dict(_keys(Config, ""))
-    close = difflib.get_close_matches(place, known, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(place, known, n=1, cutoff=0.85)
     leaf = difflib.get_close_matches(
-        place.rsplit(".", 1)[-1], {k.rsplit(".", 1)[-1]: None for k in known}, n=1, cutoff=0.6
+        place.rsplit(".", 1)[-1], {k.rsplit(".", 1)[-1]: None for k in known}, n=1, cutoff=0.85
     )
     match = close or [k for k in known if leaf and k.rsplit(".", 1)[-1] == leaf[0]]
     return f"; did you mean {match[0]!r}?" if match else "; it is not supported (yet)"

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from infinity.assembly import OptimizerGroups, Parts, assemble
 from infinity.config import Batch, Config
@@ -99,6 +100,8 @@ class InfinityEngine:
         self._initial_bytes = self._nvme_bytes()
         self.device: torch.device = self._parts.device
         self.optimizer: PagedAdam = self._parts.optimizer
+        self.lr_scheduler: LRScheduler | None = None
+        """Stepped after each update; set by `infinity.initialize`."""
 
     # -- training
 
@@ -180,6 +183,8 @@ class InfinityEngine:
             self._micro_steps = 0
             self.global_steps += 1
             self._parts.pager.end("train")
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step()
             self._parts.store.raise_failed_writes()
 
     def _update(self) -> None:
@@ -237,6 +242,10 @@ class InfinityEngine:
     def train_micro_batch_size_per_gpu(self) -> int | None:
         """Samples of a micro-batch on one rank; None if the config leaves it open."""
         return self.batch.micro
+
+    def get_lr(self) -> list[float]:
+        """Learning rate of each parameter group."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
         """Norm of the last step's gradients before clipping; None without clipping."""

@@ -86,6 +86,7 @@ class PagedAdam(torch.optim.Optimizer):
         settings = self._settings()
         for gradients in active:
             self._update(gradients, settings, scale)
+        self._opt_called = True  # torch's schedulers ask for it
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters that the engine manages.
@@ -219,6 +220,10 @@ class PagedAdam(torch.optim.Optimizer):
         if self._scratch is None or self._scratch.numel() < numel or self._scratch.device != device:
             self._scratch = torch.empty(numel, dtype=torch.float32, device=device)
         return self._scratch[:numel].copy_(gradient)
+
+
+# A scheduler made for another optimizer may be pointed at this one without a warning.
+PagedAdam.step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 def _square_sum(gradient: torch.Tensor) -> float:

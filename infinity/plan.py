@@ -93,10 +93,12 @@ def make_plan(
     fitting = _fitting_tile(budget_bytes - _total(sizes.terms(0)))
     if fitting >= least:
         return Plan(budget_bytes, fitting, gradient_home, tuple(sizes.terms(fitting)))
-    held = sizes.terms(least, spilling=True)
-    if budget_bytes < _total(held):
-        raise ConfigError(_too_small(held, budget_bytes))
-    return Plan(budget_bytes, least, Tier.NVME, tuple(held))
+    fitting = _fitting_tile(budget_bytes - _total(sizes.terms(0, spilling=True)))
+    if fitting < least:
+        raise ConfigError(_too_small(sizes.terms(least, spilling=True), budget_bytes))
+    tile_numel = min(most, fitting)
+    held = sizes.terms(tile_numel, spilling=True)
+    return Plan(budget_bytes, tile_numel, Tier.NVME, tuple(held))
 
 
 def _tile_bounds(units: Sequence[UnitSize], sub_group_numel: int | None) -> tuple[int, int]:

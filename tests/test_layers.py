@@ -21,7 +21,7 @@ PACKAGES = ("tiering", "infinity", "bench")
 # line of its own belongs to the package's floor.
 FLOORS: tuple[tuple[str, ...], ...] = (
     # What things are: no I/O, no state.
-    ("tiering.errors", "tiering.spec", "tiering.config", "tiering.records", "tiering.trace"),
+    ("tiering.errors", "tiering.spec", "tiering.sizes", "tiering.records", "tiering.trace"),
     ("tiering.aio",),
     ("tiering.arena", "tiering.folder"),
     ("tiering.tiers",),
@@ -40,7 +40,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("infinity",),
     ("infinity.demo",),
     # The commands: what a measurement is, one of them, the commands made of it, what they tell.
-    ("bench.sizes", "bench.job", "bench.buffers", "bench.config_file"),
+    ("bench.job", "bench.buffers", "bench.config_file"),
     ("bench.lane",),
     ("bench.workload", "bench.facts"),
     ("bench.run", "bench.sweep", "bench.fio_baseline", "bench.compare"),

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _folder(options), _warnings_as_notes():
             result = _run(options, console)
-    except TieringError as error:
+    except (TieringError, OSError) as error:
         Console(stderr=True).print(f"error: {error}", style="red", markup=False, soft_wrap=True)
         return 1
     if options.losses:
@@ -47,6 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         options.json.write_text(json.dumps(report.as_json(result), indent=2) + "\n")
     console.print(report.table(result))
+    if len(result.steps) < options.steps:
+        console.print(
+            f"{len(result.steps)} of {options.steps} steps: the limit of {options.seconds:g} s was "
+            "reached (--seconds)",
+            highlight=False,
+        )
     return 0
 
 

@@ -9,11 +9,12 @@ from pathlib import Path
 
 from infinity.demo.model import GPTConfig
 from tiering.aio.config import BACKENDS, BackendName
+from tiering.errors import ConfigError
+from tiering.sizes import parse_bytes
 
 # Bytes of fp32 master weight and two moments, a parameter.
 _OPTIMIZER_BYTES = 12
 _WEIGHT_BYTES = {"bf16": 2, "fp32": 4}
-_SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 # Many small blocks: a quarter of their states still holds a few of them at once.
 _SMOKE = {"layers": 12, "width": 64, "context": 32, "batch": 2, "steps": 4}
 
@@ -246,13 +247,8 @@ def _positive(text: str) -> int:
 
 
 def _byte_count(text: str) -> int:
-    """Read a count of bytes that may end in K, M or G (powers of 1024)."""
-    unit = _SUFFIXES.get(text[-1:].upper(), 1)
-    number = text[:-1] if unit > 1 else text
+    """Read a count of bytes such as 100M or 1.5GB."""
     try:
-        count = int(float(number) * unit)
-    except ValueError:
-        count = 0
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write for example 100M or 1.5G")
-    return count
+        return parse_bytes(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

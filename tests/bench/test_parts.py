@@ -14,9 +14,9 @@ from bench.aio_bench import main
 from bench.buffers import Buffer
 from bench.facts import drive_of, machine_facts
 from bench.job import Job, Op
-from bench.sizes import format_bytes, parse_bytes, power_of_two_above, power_of_two_below
 from bench.workload import rank, walk
 from tiering.errors import ConfigError
+from tiering.sizes import format_bytes, parse_bytes, power_of_two_above, power_of_two_below
 
 JOBS = st.builds(
     Job,

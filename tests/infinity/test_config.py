@@ -158,3 +158,28 @@ def test_all_auto_on_a_tiny_model_takes_little_memory(tmp_path: Path) -> None:
             engine.backward(engine(torch.ones(1, 1)).sum())
             engine.step()
         assert engine.stats().arena_budget_bytes < 2**20
+
+
+@pytest.mark.parametrize("size", ["8GG", "-1", "infGiB", -1, [3]])
+def test_a_size_that_is_none_is_one_problem_in_plain_words(size: object) -> None:
+    """The key, the value, and no word of the machinery that checks it."""
+    with pytest.raises(ConfigError, match=r"1 problem\(s\)") as error:
+        load_config({"tiering": {"host_memory": size}})
+    text = str(error.value)
+    assert "tiering.host_memory: " in text
+    assert "function" not in text
+
+
+@pytest.mark.parametrize(
+    ("size", "nbytes"), [("8G", 8 << 30), ("100M", 100 << 20), ("1TB", 10**12)]
+)
+def test_sizes_are_read_as_everywhere_in_the_package(size: str, nbytes: int) -> None:
+    """With and without the i, large and small letters."""
+    assert load_config({"tiering": {"host_memory": size}}).tiering.host_memory == nbytes
+
+
+def test_fp16_may_stay_in_a_file_if_it_is_off() -> None:
+    """With the keys that templates have; switched on, the error says what to use."""
+    load_config({"fp16": {"enabled": False, "loss_scale": 0, "hysteresis": 2}})
+    with pytest.raises(ConfigError, match=r"fp16\.enabled: .*use \"bf16\""):
+        load_config({"fp16": {"enabled": True}})

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 import infinity
 from tests.infinity.conftest import (
@@ -284,3 +285,41 @@ def test_a_parameter_unfrozen_too_late_is_named(tmp_path: Path) -> None:
                 warnings.simplefilter("always")
                 engine.step()
             assert len([w for w in told if "is not trained" in str(w.message)]) == count
+
+
+@pytest.mark.parametrize("way", ["for the optimizer", "function"])
+def test_a_scheduler_given_to_initialize_steers_the_rate(way: str, tmp_path: Path) -> None:
+    """As in plain torch: warm-up from nothing, one step of the scheduler after each update."""
+
+    def warm_up(optimizer: torch.optim.Optimizer) -> LambdaLR:
+        return LambdaLR(optimizer, lambda step: step / 3)
+
+    model = base_model()
+    plain = copy.deepcopy(model)
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    scheduler = warm_up(reference)
+    own = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    engine, _, _, returned = infinity.initialize(
+        model=model,
+        config=config_for(tmp_path),
+        optimizer=own,
+        lr_scheduler=warm_up if way == "function" else warm_up(own),
+    )
+    with engine:
+        for batch in base_batches():
+            base_loss(plain, batch).backward()
+            reference.step()
+            scheduler.step()
+            reference.zero_grad()
+            engine.backward(base_loss(engine, batch))
+            engine.step()
+            assert engine.get_lr() == returned.get_last_lr() == scheduler.get_last_lr()
+        assert_close(engine.module.state_dict(), plain.state_dict())
+
+
+def test_a_scheduler_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    """It would steer nothing, in silence."""
+    model = base_model()
+    stray = LambdaLR(torch.optim.SGD([torch.ones(1)], lr=1.0), lambda _: 1.0)
+    with pytest.raises(infinity.ConfigError, match="steers another optimizer"):
+        infinity.initialize(model=model, config=config_for(tmp_path), lr_scheduler=stray)
