@@ -29,6 +29,7 @@ class Prefetcher:
         self._traces: dict[str, Trace] = {}
         self._passes: list[tuple[str, TraceCursor]] = []
         store.order_by(self.distance)
+        store.refill_by(self.fetch)
 
     def begin(self, kind: str) -> None:
         """A pass of this kind starts; inside another, perhaps, which goes on after its `end`."""
@@ -82,6 +83,10 @@ class Prefetcher:
     def advance(self) -> None:
         """Finish hops that have ended, then start reads of what is used soon, if there is room."""
         self._store.poll()
+        self.fetch()
+
+    def fetch(self) -> None:
+        """Start reads of what is used soon, if there is room."""
         if not self._passes:
             return
         cursor = self._passes[-1][1]

@@ -27,6 +27,7 @@ transfer.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import time
 import warnings
@@ -48,6 +49,7 @@ from tiering.tiers.nvme import NvmeTier
 from tiering.trace import Access, Holding, Use
 
 PATIENCE_S = 60.0
+_SLICE_S = 0.001
 
 
 class State(enum.Enum):
@@ -187,6 +189,8 @@ class TieredStore:
         self._beside: weakref.WeakSet[Arena] = weakref.WeakSet()
         self._distance: EvictionOrder = lambda _key: 0.0
         self._relieve: Callable[[], bool] = lambda: False
+        self._refill: Callable[[], None] = lambda: None
+        self._is_waiting = False
 
     # -- set-up
 
@@ -217,6 +221,10 @@ class TieredStore:
     def relieve_by(self, relieve: Callable[[], bool]) -> None:
         """Ask this before giving up for lack of room: it releases leases and says if it did."""
         self._relieve = relieve
+
+    def refill_by(self, refill: Callable[[], None]) -> None:
+        """Call this during long waits, when hops may have ended: it starts reads ahead."""
+        self._refill = refill
 
     def close(self) -> None:
         """Forget all records and free their memory. No transfer may be under way any more."""
@@ -451,7 +459,7 @@ class TieredStore:
         reading = entry.state is State.READING
         begin = time.perf_counter()
         try:
-            entry.transfer.wait(self._patience_s)
+            self._wait(entry, entry.transfer)
         except TransferTimeoutError:
             raise  # still under way: nothing has changed
         except TransferError:
@@ -461,6 +469,29 @@ class TieredStore:
             self._arrive(entry, State.CLEAN)
         finally:
             self.stats.waited_s["read" if reading else "write"] += time.perf_counter() - begin
+
+    def _wait(self, entry: Entry, transfer: Transfer) -> None:
+        """Wait for a transfer. Long waits are used: other hops end, and room is filled again.
+
+        Only for an entry that is leased, whose slot nothing that happens meanwhile can take.
+        """
+        end = time.perf_counter() + self._patience_s
+        while entry.leases and not self._is_waiting and time.perf_counter() < end - _SLICE_S:
+            with contextlib.suppress(TransferTimeoutError):
+                return transfer.wait(_SLICE_S)
+            self._is_waiting = True
+            try:
+                self._meanwhile(entry)
+            finally:
+                self._is_waiting = False
+        return transfer.wait(max(end - time.perf_counter(), 0.0))
+
+    def _meanwhile(self, waiting: Entry) -> None:
+        """Take in what else has ended, and let the client start more."""
+        for entry in [e for e in self._moving.values() if e is not waiting]:
+            if _transfer(entry).done():
+                self._settle_quietly(entry)
+        self._refill()
 
     def _settle_quietly(self, entry: Entry) -> None:
         """The same for one who does not need the bytes to have arrived.
