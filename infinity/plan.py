@@ -15,7 +15,7 @@ from tiering.records import ALIGNMENT_BYTES, aligned_bytes
 from tiering.spec import Tier
 
 STATE_BYTES = 12  # master, exp_avg, exp_avg_sq of one element
-_TILE_NUMEL = 2**20  # a tile of 12 MiB keeps a drive's queue full and little else
+_TILE_NUMEL = 2**19  # a few tiles of 6 MiB keep a drive's queue full
 _LEAST_TILE_NUMEL = 2**14
 _TILES = 6  # one is updated, some are read, some written; more and smaller ones cost more turns
 _SHARDS = 2  # beside those in use: one is read ahead, one published
