@@ -117,8 +117,10 @@ class PagedAdam(torch.optim.Optimizer):
 
     def state_dict(self) -> NoReturn:
         """Refuse: the state is paged."""
-        raise NotImplementedError(
-            "the optimizer's state is paged out and cannot be returned as one dictionary"
+        raise RuntimeError(
+            "the optimizer's state is paged out and is no dictionary in memory; the weights are "
+            "engine.module.state_dict(), and engine.flush() puts the state's newest values into "
+            "the record files"
         )
 
     def load_state_dict(self, state_dict: Any) -> NoReturn:  # noqa: ANN401

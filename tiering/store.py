@@ -32,7 +32,7 @@ import enum
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol
@@ -330,8 +330,12 @@ class TieredStore:
 
     def poll(self) -> None:
         """Take in every hop that has ended. A failure is kept for whoever must know of it."""
-        for entry in [e for e in self._moving.values() if _transfer(e).done()]:
-            self._settle_quietly(entry)
+        self._take_in(list(self._moving.values()))
+
+    def _take_in(self, moving: Iterable[Entry]) -> None:
+        for entry in moving:
+            if _transfer(entry).done():
+                self._settle_quietly(entry)
 
     def flush(self) -> None:
         """Write everything that is newer in memory, and wait until it is written.
@@ -488,9 +492,7 @@ class TieredStore:
 
     def _meanwhile(self, waiting: Entry) -> None:
         """Take in what else has ended, and let the client start more."""
-        for entry in [e for e in self._moving.values() if e is not waiting]:
-            if _transfer(entry).done():
-                self._settle_quietly(entry)
+        self._take_in([e for e in self._moving.values() if e is not waiting])
         self._refill()
 
     def _settle_quietly(self, entry: Entry) -> None:

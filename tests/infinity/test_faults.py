@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -92,37 +94,33 @@ def test_an_error_at_any_operation_is_raised_and_ends_cleanly(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_drive_too_small_is_refused_before_the_model_is_touched(tmp_path: Path) -> None:
-    """The error gives needed and free bytes; weights are as they were."""
-    small = tmp_path / "small"
+@contextmanager
+def _drive_of(size: str, folder: Path) -> Iterator[Path]:
+    """A file system of this size."""
+    small = folder / "small"
     small.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(small)],
-        check=False,
-        capture_output=True,
-    ).returncode:
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(small)]
+    if subprocess.run(command, check=False, capture_output=True).returncode:
         pytest.skip("no permission to mount a small file system")
     try:
+        yield small
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+def test_a_drive_too_small_is_refused_before_the_model_is_touched(tmp_path: Path) -> None:
+    """The error gives needed and free bytes; weights are as they were."""
+    with _drive_of("1m", tmp_path) as small:
         model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
         before = copy.deepcopy(model.state_dict())
         with pytest.raises(SpaceError, match=r"need \d+ bytes.*\d+ free"):
             infinity.initialize(model=model, config=config_for(small))
         assert_equal(model.state_dict(), before)
-    finally:
-        subprocess.run(["umount", str(small)], check=True)
 
 
 def test_reserved_space_outlasts_a_drive_that_fills_up_later(tmp_path: Path) -> None:
     """Steps go on after the rest of the drive was filled by somebody else."""
-    small = tmp_path / "small"
-    small.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(small)],
-        check=False,
-        capture_output=True,
-    ).returncode:
-        pytest.skip("no permission to mount a small file system")
-    try:
+    with _drive_of("8m", tmp_path) as small:
         with pytest.warns(TieringWarning):
             engine, *_ = infinity.initialize(model=base_model(), config=config_for(small))
         with engine:
@@ -134,8 +132,6 @@ def test_reserved_space_outlasts_a_drive_that_fills_up_later(tmp_path: Path) -> 
             weights = engine.module.state_dict()
         config = config_for(tmp_path, param="none", optimizer="none")
         assert_equal(weights, train(base_model(), config, steps=4)[1])
-    finally:
-        subprocess.run(["umount", str(small)], check=True)
 
 
 def _fill(path: Path) -> None:
