@@ -76,13 +76,19 @@ struct aio_request {
 	uint64_t after; /* id of a request that must succeed first, or 0. One that is already done
 	                   and forgotten counts as succeeded; if it fails, this one ends with
 	                   -ECANCELED */
+	uint64_t tag;   /* the caller's own; comes back in the result */
 };
 
 struct aio_result {
-	int32_t error;       /* 0 or -errno; -ENODATA: the file ended before the request did */
+	uint64_t id;
+	uint64_t tag;
 	uint64_t done_bytes; /* how far the request got; valid while it is pending too */
 	uint64_t asked_bytes;
 	uint64_t error_offset; /* file offset where it failed */
+	uint64_t queue_ns;     /* from when it could start until its first block did */
+	uint64_t device_ns;    /* from then until it ended */
+	int32_t error;         /* 0 or -errno; -ENODATA: the file ended before the request did */
+	uint32_t backend;      /* the one that moved its last byte */
 };
 
 struct aio_file_info {
@@ -110,7 +116,12 @@ struct aio_stats {
 	uint64_t retries;         /* EAGAIN and EINTR */
 	uint64_t short_transfers;
 	uint64_t pending_requests; /* now */
-	uint64_t busy_ns;          /* time with at least one block in flight */
+	uint64_t ended_requests;
+	uint64_t busy_ns;  /* time with at least one block in flight */
+	uint64_t queue_ns; /* sums over ended requests, of what aio_result has of each */
+	uint64_t device_ns;
+	uint64_t waits;     /* calls of aio_wait that had to sleep */
+	uint64_t waited_ns; /* and how long they did */
 };
 
 /* Anonymous memory for paged bytes: as contiguous as the machine gives, touched once, and not
@@ -152,10 +163,17 @@ int aio_file_sync(struct aio *aio, uint32_t file);
 int aio_submit(struct aio *aio, const struct aio_request *requests, uint32_t count, uint64_t *ids);
 
 /* Waits for one request, at most timeout_us (0: just ask; < 0: for ever). 0: done, result filled;
- * -ETIME: still pending, result says how far; -ENOENT: unknown or forgotten. */
+ * -ETIME: still pending, result says how far; -ENOENT: unknown or forgotten. A request that is
+ * waited for becomes urgent, and so does what it waits for in turn: see Order in worker.c. */
 int aio_wait(struct aio *aio, uint64_t id, int64_t timeout_us, struct aio_result *result);
 /* Drops a done request's result. -EBUSY while it is pending. */
 int aio_forget(struct aio *aio, uint64_t id);
+/* Hands over at most max done requests, in the order of their ends, and forgets them. Never waits.
+ * How many goes to *count, where also a caller finds it who was interrupted before it saw the
+ * return. */
+int aio_reap(struct aio *aio, struct aio_result *results, uint32_t max, uint32_t *count);
+/* Requests done so far and neither reaped nor forgotten. Cheap, to be asked often. */
+uint64_t aio_done_count(struct aio *aio);
 
 int aio_memory_map(uint64_t bytes, struct aio_memory *out);
 int aio_memory_unmap(struct aio_memory *memory);

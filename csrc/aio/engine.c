@@ -209,7 +209,7 @@ int aio_path_stats(struct aio *aio, uint32_t path, struct aio_stats *stats)
 	}
 	of = aio->paths[path];
 	*stats = of->stats;
-	if (of->used_blocks)
+	if (of->used_blocks[AIO_READ] || of->used_blocks[AIO_WRITE])
 		stats->busy_ns += clock_now_ns() - of->busy_since_ns;
 	pthread_mutex_unlock(&aio->lock);
 	return 0;
@@ -307,6 +307,7 @@ static uint64_t submit_one(struct aio *aio, const struct aio_request *wanted)
 	request->buffer = wanted->buffer;
 	request->bytes = wanted->bytes;
 	request->offset = wanted->offset;
+	request->tag = wanted->tag;
 	requests_begin(aio, request, after);
 	return request->id;
 }
@@ -334,24 +335,40 @@ static void fill_result(const struct request *request, struct aio_result *result
 {
 	bool done = request->state == REQUEST_DONE;
 
-	*result = (struct aio_result){.error = done ? request->error : 0,
+	*result = (struct aio_result){.id = request->id,
+	                              .tag = request->tag,
 	                              .done_bytes = request->done_bytes,
 	                              .asked_bytes = request->bytes,
 	                              .error_offset = request->error_offset};
+	if (done) {
+		result->error = request->error;
+		result->backend = request->backend;
+		result->queue_ns = request->started_ns - request->ready_ns;
+		result->device_ns = request->ended_ns - request->started_ns;
+	}
 }
 
 /* Sleeps until the request has ended; NULL when it is unknown or was forgotten meanwhile. */
 static struct request *await(struct aio *aio, uint64_t id, uint64_t deadline)
 {
 	struct request *request = requests_find(aio, id);
+	struct aio_stats *stats;
+	uint64_t began_ns;
 	int rc = 0;
 
+	if (!request || request->state == REQUEST_DONE)
+		return request;
+	stats = &request->file->path->stats;
+	began_ns = clock_now_ns();
+	requests_hurry(request);
 	aio->waiters++;
 	while (request && request->state != REQUEST_DONE && !rc) {
 		rc = clock_cond_wait(&aio->done, &aio->lock, deadline);
 		request = requests_find(aio, id);
 	}
 	aio->waiters--;
+	stats->waits++;
+	stats->waited_ns += clock_now_ns() - began_ns;
 	if (aio->closing && !aio->waiters)
 		pthread_cond_broadcast(&aio->done);
 	return request;
@@ -394,4 +411,26 @@ int aio_forget(struct aio *aio, uint64_t id)
 		requests_give(aio, request);
 	pthread_mutex_unlock(&aio->lock);
 	return rc;
+}
+
+int aio_reap(struct aio *aio, struct aio_result *results, uint32_t max, uint32_t *count)
+{
+	*count = 0;
+	if (is_foreign(aio))
+		return -ECHILD;
+	pthread_mutex_lock(&aio->lock);
+	while (*count < max && aio->done_requests.first) {
+		struct request *request = aio->done_requests.first;
+
+		fill_result(request, &results[*count]);
+		requests_give(aio, request);
+		++*count;
+	}
+	pthread_mutex_unlock(&aio->lock);
+	return 0;
+}
+
+uint64_t aio_done_count(struct aio *aio)
+{
+	return __atomic_load_n(&aio->done_count, __ATOMIC_ACQUIRE);
 }

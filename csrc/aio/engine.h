@@ -43,7 +43,10 @@ enum request_state { REQUEST_FREE, REQUEST_WAITING, REQUEST_QUEUED, REQUEST_DONE
 
 struct request {
 	uint64_t id;
-	struct request *next;    /* in the path's queue, the free list or a list of ended ones */
+	uint64_t tag;
+	struct request *next;    /* in its queue, the list of done ones or the free list */
+	struct request *prev;    /* in its queue or the list of done ones */
+	struct request *after;   /* the pending one it waits for */
 	struct request *waiters; /* requests that named this one in `after` */
 	struct request *next_waiter;
 	struct file *file;
@@ -53,10 +56,22 @@ struct request {
 	uint64_t carved_bytes; /* already cut into blocks */
 	uint64_t done_bytes;
 	uint64_t error_offset;
+	uint64_t ready_ns;   /* when it could start */
+	uint64_t started_ns; /* when its first block did; 0: not yet */
+	uint64_t ended_ns;
 	int32_t error;
 	uint32_t op;
+	uint32_t backend;
 	uint32_t blocks; /* cut and not ended */
 	enum request_state state;
+	bool urgent; /* somebody waits for it */
+	bool queued; /* it stands in a queue of its path */
+};
+
+/* Requests in order, linked both ways. */
+struct request_list {
+	struct request *first;
+	struct request *last;
 };
 
 /* A piece of a request that is transferred by one operation, or by several when one is short. */
@@ -97,13 +112,14 @@ struct path {
 	pthread_cond_t answered; /* started, exited, or a command is done */
 	struct backend *backend;
 	struct fault_state faults;
-	struct request *first; /* those with bytes left to carve */
-	struct request *last;
+	/* Those with bytes left to carve: [urgent][op]; see Order in worker.c. */
+	struct request_list queues[2][2];
 	struct block *blocks; /* queue_depth of them */
 	struct block *free_blocks;
-	struct block *again; /* blocks to be started again */
-	struct io **ended;   /* room for one reap */
-	uint32_t used_blocks;
+	struct block *again;     /* blocks to be started again */
+	struct io **ended;       /* room for one reap */
+	uint32_t used_blocks[2]; /* by op */
+	uint32_t last_op;        /* of the last block cut */
 	uint32_t flying;
 	struct command *commands;
 	struct file *files; /* max_files of them */
@@ -137,14 +153,18 @@ struct aio {
 	struct request *chunks[AIO_SLOTS_MAX / AIO_CHUNK_SLOTS];
 	uint64_t slots_made;
 	struct request *free_requests;
-	uint64_t free_made; /* in the free list */
-	uint64_t pending;   /* requests not done */
+	struct request_list done_requests; /* by their ends */
+	uint64_t done_count; /* of them; atomic, because it is read without the lock */
+	uint64_t free_made;  /* in the free list */
+	uint64_t pending;    /* requests not done */
 	void *region;
 	uint64_t region_bytes;
 	bool closing;
 };
 
 /* requests.c; all with the lock held */
+void list_append(struct request_list *list, struct request *request);
+void list_remove(struct request_list *list, struct request *request);
 int requests_reserve(struct aio *aio, uint32_t count);
 struct request *requests_find(struct aio *aio, uint64_t id);
 /* Whether the id was ever given out. */
@@ -153,6 +173,8 @@ struct request *requests_take(struct aio *aio);
 void requests_give(struct aio *aio, struct request *request);
 /* Starts it at once or when `after` has ended. */
 void requests_begin(struct aio *aio, struct request *request, struct request *after);
+/* Lets it and what it waits for go first. */
+void requests_hurry(struct request *request);
 /* Ends it with request->error and starts or cancels those that wait for it. */
 void requests_end(struct aio *aio, struct request *request);
 void requests_cancel_all(struct aio *aio);
@@ -163,6 +185,7 @@ int path_start(struct aio *aio, struct path *path);
 /* With the lock held: */
 void path_wake(struct path *path);
 void path_queue(struct path *path, struct request *request);
+void path_dequeue(struct path *path, struct request *request);
 int path_command(struct path *path, struct command *command);
 /* Frees what path_start made; the worker has exited. Without the lock. */
 void path_free(struct path *path);

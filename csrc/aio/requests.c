@@ -7,10 +7,25 @@
  * not a recursion, since a chain may be as long as the table.
  */
 #define _GNU_SOURCE
+#include "clock.h"
 #include "engine.h"
 
 #include <errno.h>
 #include <stdlib.h>
+
+void list_append(struct request_list *list, struct request *request)
+{
+	request->next = NULL;
+	request->prev = list->last;
+	*(list->last ? &list->last->next : &list->first) = request;
+	list->last = request;
+}
+
+void list_remove(struct request_list *list, struct request *request)
+{
+	*(request->prev ? &request->prev->next : &list->first) = request->next;
+	*(request->next ? &request->next->prev : &list->last) = request->prev;
+}
 
 static struct request *slot_of(const struct aio *aio, uint64_t slot)
 {
@@ -77,8 +92,28 @@ struct request *requests_take(struct aio *aio)
 	return request;
 }
 
+static void count_done(struct aio *aio, uint64_t count)
+{
+	__atomic_store_n(&aio->done_count, count, __ATOMIC_RELEASE);
+}
+
+/* Enters a request among the done ones. */
+static void set_done(struct aio *aio, struct request *request)
+{
+	request->ended_ns = clock_now_ns();
+	if (!request->ready_ns)
+		request->ready_ns = request->ended_ns;
+	if (!request->started_ns)
+		request->started_ns = request->ended_ns;
+	request->state = REQUEST_DONE;
+	list_append(&aio->done_requests, request);
+	count_done(aio, aio->done_count + 1);
+}
+
 void requests_give(struct aio *aio, struct request *request)
 {
+	list_remove(&aio->done_requests, request);
+	count_done(aio, aio->done_count - 1);
 	request->state = REQUEST_FREE;
 	if (request->id > UINT64_MAX - AIO_SLOTS_MAX)
 		return; /* retired */
@@ -90,6 +125,8 @@ void requests_give(struct aio *aio, struct request *request)
 /* Hands the request to its path, or adds it to the ended ones when nothing is to be moved. */
 static struct request *start(struct request *request, struct request *ended)
 {
+	request->after = NULL;
+	request->ready_ns = clock_now_ns();
 	if (request->bytes) {
 		request->state = REQUEST_QUEUED;
 		path_queue(request->file->path, request);
@@ -105,6 +142,7 @@ void requests_begin(struct aio *aio, struct request *request, struct request *af
 	request->file->pending++;
 	request->file->path->stats.pending_requests++;
 	if (after && after->state != REQUEST_DONE) {
+		request->after = after;
 		request->next_waiter = after->waiters;
 		after->waiters = request;
 		return;
@@ -132,6 +170,34 @@ static struct request *take_waiters(struct request *request)
 	return in_order;
 }
 
+void requests_hurry(struct request *request)
+{
+	for (; request && !request->urgent; request = request->after) {
+		bool queued = request->queued;
+
+		if (queued)
+			path_dequeue(request->file->path, request);
+		request->urgent = true;
+		if (queued)
+			path_queue(request->file->path, request);
+	}
+}
+
+/* Closes the books on a request. */
+static void settle(struct aio *aio, struct request *request)
+{
+	struct aio_stats *stats = &request->file->path->stats;
+
+	set_done(aio, request);
+	request->backend = stats->backend;
+	aio->pending--;
+	request->file->pending--;
+	stats->pending_requests--;
+	stats->ended_requests++;
+	stats->queue_ns += request->started_ns - request->ready_ns;
+	stats->device_ns += request->ended_ns - request->started_ns;
+}
+
 void requests_end(struct aio *aio, struct request *request)
 {
 	struct request *ended = request;
@@ -141,14 +207,12 @@ void requests_end(struct aio *aio, struct request *request)
 		struct request *one = ended;
 
 		ended = one->next;
-		one->state = REQUEST_DONE;
-		aio->pending--;
-		one->file->pending--;
-		one->file->path->stats.pending_requests--;
+		settle(aio, one);
 		for (struct request *waiter = take_waiters(one); waiter;) {
 			struct request *next = waiter->next_waiter;
 
 			if (one->error) {
+				waiter->after = NULL;
 				waiter->error = -ECANCELED;
 				waiter->error_offset = waiter->offset;
 				waiter->next = ended;
@@ -169,8 +233,8 @@ void requests_cancel_all(struct aio *aio)
 		struct request *request = slot_of(aio, slot);
 
 		if (request->state == REQUEST_WAITING || request->state == REQUEST_QUEUED) {
-			request->state = REQUEST_DONE;
 			request->error = -ECANCELED;
+			set_done(aio, request);
 		}
 	}
 	aio->pending = 0;

@@ -84,7 +84,8 @@ static uint64_t submit(struct bench *bench, uint32_t op, uint64_t at, uint64_t b
 	                              .buffer = bench->bytes + at,
 	                              .bytes = bytes,
 	                              .offset = offset,
-	                              .after = after};
+	                              .after = after,
+	                              .tag = 7};
 	uint64_t id = 0;
 
 	CHECK(aio_submit(bench->aio, &request, 1, &id) == 0);
@@ -273,6 +274,59 @@ static void test_cascade(uint32_t backend)
 	CHECK(finish(&bench, ids[0]) == -EIO);
 	CHECK(finish(&bench, submit(&bench, AIO_WRITE, 0, 4096, 0, ids[1])) == -ECANCELED);
 	CHECK(finish(&bench, submit(&bench, AIO_WRITE, 0, 4096, 0, ids[0])) == 0);
+	tear_down(&bench);
+}
+
+/* Which of the requests have ended, in that order. */
+static void reap_all(struct bench *bench, uint64_t *ids, uint32_t count)
+{
+	struct aio_result results[16];
+	uint32_t reaped = 0;
+	uint32_t n;
+
+	while (reaped < count) {
+		CHECK(aio_reap(bench->aio, results, count - reaped, &n) == 0);
+		for (uint32_t i = 0; i < n; i++) {
+			CHECK(results[i].error == 0 && results[i].tag == 7);
+			CHECK(results[i].done_bytes == results[i].asked_bytes);
+			ids[reaped++] = results[i].id;
+		}
+		usleep(1000);
+	}
+	CHECK(aio_done_count(bench->aio) == 0);
+}
+
+/* Urgent before others, also when it waits for another; reads and writes in turn. */
+static void test_order(uint32_t backend)
+{
+	struct aio_options options = options_of(backend);
+	struct aio_result result;
+	struct bench bench;
+	uint64_t ids[7];
+	uint64_t ended[7];
+
+	options.queue_depth = 1;
+	options.faults.rules[0] = (struct aio_fault_rule){
+	        .action = AIO_FAULT_DELAY, .op = BOTH, .first = 1, .value = 300000};
+	set_up(&bench, &options);
+	ids[0] = submit(&bench, AIO_WRITE, 0, 4096, 0, 0); /* holds all others up */
+	ids[1] = submit(&bench, AIO_WRITE, 0, 4096, 0, ids[0]);
+	ids[2] = submit(&bench, AIO_WRITE, 0, 4096, 0, ids[0]);
+	ids[3] = submit(&bench, AIO_READ, HALF, 4096, 0, ids[0]);
+	ids[4] = submit(&bench, AIO_READ, HALF, 4096, 0, ids[0]);
+	ids[5] = submit(&bench, AIO_WRITE, 0, 4096, 0, ids[0]);
+	ids[6] = submit(&bench, AIO_READ, HALF, 4096, 0, ids[5]);
+	CHECK(aio_wait(bench.aio, ids[6], 1, &result) == -ETIME);
+	CHECK(aio_wait(bench.aio, ids[4], 1, &result) == -ETIME);
+	reap_all(&bench, ended, 7);
+	CHECK(ended[0] == ids[0]);
+	CHECK(ended[1] == ids[4]); /* a write was last, so it is a read's turn */
+	CHECK(ended[2] == ids[5]);
+	CHECK(ended[3] == ids[6]);
+	CHECK(ended[4] == ids[1]);
+	CHECK(ended[5] == ids[3]);
+	CHECK(ended[6] == ids[2]);
+	CHECK(stats_of(&bench).ended_requests == 7 && stats_of(&bench).waits == 2);
 	tear_down(&bench);
 }
 
@@ -541,6 +595,7 @@ static const struct {
         TEST(persistent_refusal),
         TEST(end_of_file),
         TEST(cascade),
+        TEST(order),
         TEST(bad_arguments),
         TEST(swallowed),
         TEST(close_under_waiters),

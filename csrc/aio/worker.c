@@ -12,6 +12,14 @@
  * any other through the page cache. That is the only rule; a file without direct I/O has
  * alignment 1 and no second descriptor.
  *
+ * Order: two levels, and in each a queue of reads and one of writes, first in first out. What
+ * somebody waits for (urgent) goes before what nobody waits for: a demand read before those read
+ * ahead, and before writes. Within a level, whichever of reads and writes holds fewer of the
+ * blocks goes next (the other kind than last time, when they hold as many), so that with both under
+ * way each has half of the drive's queue: writes cannot starve reads, and a drive that can do both
+ * at once does. A request that becomes urgent when part of it is under way goes on in its new
+ * place.
+ *
  * Every result is read. Less than asked continues where it stopped, a direct block at the last
  * aligned offset below; two attempts in a row that gain nothing are an error. EAGAIN and EINTR
  * start the block again, at once at first, then after a pause, and at last they are an error.
@@ -50,18 +58,37 @@ void path_wake(struct path *path)
 
 void path_queue(struct path *path, struct request *request)
 {
-	request->next = NULL;
-	if (path->first)
-		path->last->next = request;
-	else
-		path->first = request;
-	path->last = request;
+	list_append(&path->queues[request->urgent][request->op], request);
+	request->queued = true;
 	path_wake(path);
 }
 
-static void dequeue_first(struct path *path)
+void path_dequeue(struct path *path, struct request *request)
 {
-	path->first = path->first->next;
+	list_remove(&path->queues[request->urgent][request->op], request);
+	request->queued = false;
+}
+
+static bool is_reads_turn(const struct path *path)
+{
+	if (path->used_blocks[AIO_READ] == path->used_blocks[AIO_WRITE])
+		return path->last_op == AIO_WRITE;
+	return path->used_blocks[AIO_READ] < path->used_blocks[AIO_WRITE];
+}
+
+/* The request whose turn it is, or NULL. */
+static struct request *next_request(const struct path *path)
+{
+	for (int urgent = 1; urgent >= 0; urgent--) {
+		struct request *read = path->queues[urgent][AIO_READ].first;
+		struct request *write = path->queues[urgent][AIO_WRITE].first;
+
+		if (read && (!write || is_reads_turn(path)))
+			return read;
+		if (write)
+			return write;
+	}
+	return NULL;
 }
 
 /* Bytes from address to the next end of a registered entry. */
@@ -97,22 +124,38 @@ static bool goes_direct(const struct file *file, const struct block *block)
 	       block->offset % file->align == 0 && block->bytes % file->align == 0;
 }
 
-static void count_busy(struct path *path, int change)
+static bool is_idle(const struct path *path)
 {
-	if (!path->used_blocks)
-		path->busy_since_ns = clock_now_ns();
-	path->used_blocks += (uint32_t)change;
-	if (!path->used_blocks)
-		path->stats.busy_ns += clock_now_ns() - path->busy_since_ns;
+	return !path->used_blocks[AIO_READ] && !path->used_blocks[AIO_WRITE];
 }
 
-static struct block *carve(struct path *path)
+static struct block *take_block(struct path *path, struct request *request)
 {
-	struct request *request = path->first;
 	struct block *block = path->free_blocks;
 
 	path->free_blocks = block->next;
-	count_busy(path, 1);
+	if (is_idle(path))
+		path->busy_since_ns = clock_now_ns();
+	path->used_blocks[request->op]++;
+	path->last_op = request->op;
+	return block;
+}
+
+static void give_block(struct path *path, struct block *block)
+{
+	block->next = path->free_blocks;
+	path->free_blocks = block;
+	path->used_blocks[block->request->op]--;
+	if (is_idle(path))
+		path->stats.busy_ns += clock_now_ns() - path->busy_since_ns;
+}
+
+static struct block *carve(struct path *path, struct request *request)
+{
+	struct block *block = take_block(path, request);
+
+	if (!request->started_ns)
+		request->started_ns = clock_now_ns();
 	*block = (struct block){.request = request,
 	                        .buffer = request->buffer + request->carved_bytes,
 	                        .offset = request->offset + request->carved_bytes,
@@ -123,7 +166,7 @@ static struct block *carve(struct path *path)
 	request->blocks++;
 	request->carved_bytes += block->bytes;
 	if (request->carved_bytes == request->bytes)
-		dequeue_first(path);
+		path_dequeue(path, request);
 	return block;
 }
 
@@ -162,9 +205,7 @@ static void end_block(struct path *path, struct block *block)
 {
 	struct request *request = block->request;
 
-	block->next = path->free_blocks;
-	path->free_blocks = block;
-	count_busy(path, -1);
+	give_block(path, block);
 	request->blocks--;
 	if (!request->blocks && (request->error || request->carved_bytes == request->bytes))
 		requests_end(path->aio, request);
@@ -175,8 +216,8 @@ static void fail_block(struct path *path, struct block *block, int error)
 	struct request *request = block->request;
 	uint64_t at = block->offset + block->done_bytes;
 
-	if (path->first == request)
-		dequeue_first(path);
+	if (request->queued)
+		path_dequeue(path, request);
 	if (!request->error || at < request->error_offset) {
 		request->error = error;
 		request->error_offset = at;
@@ -295,13 +336,14 @@ static uint64_t fill_again(struct path *path)
 static uint64_t fill(struct path *path)
 {
 	uint64_t next_ns = CLOCK_FOREVER;
+	struct request *request;
 
 	if (path->switching)
 		return next_ns;
 	if (path->again)
 		next_ns = fill_again(path);
-	while (path->first && path->free_blocks)
-		start_block(path, carve(path));
+	while (path->free_blocks && (request = next_request(path)))
+		start_block(path, carve(path, request));
 	return next_ns;
 }
 
@@ -413,6 +455,8 @@ static int make_first_backend(struct path *path)
 /* The backend is gone and could not be replaced: what is queued fails, now and later. */
 static void fail_queued(struct path *path)
 {
+	struct request *request;
+
 	for (struct block *block = path->again; block;) {
 		struct block *next = block->next;
 
@@ -420,10 +464,8 @@ static void fail_queued(struct path *path)
 		block = next;
 	}
 	path->again = NULL;
-	while (path->first) {
-		struct request *request = path->first;
-
-		dequeue_first(path);
+	while ((request = next_request(path))) {
+		path_dequeue(path, request);
 		request->error = path->broken;
 		request->error_offset = request->offset + request->carved_bytes;
 		if (!request->blocks)
@@ -526,7 +568,7 @@ static void turn(struct path *path)
 static void idle_broken(struct path *path)
 {
 	answer_commands(path);
-	while (!path->stop && !path->first)
+	while (!path->stop && !next_request(path))
 		clock_cond_wait(&path->answered, &path->aio->lock, clock_deadline_ns(10000));
 }
 
@@ -597,6 +639,7 @@ int path_start(struct aio *aio, struct path *path)
 	int rc;
 
 	path->aio = aio;
+	path->last_op = AIO_WRITE; /* so that a read is first */
 	path->faults.faults = aio->options.faults;
 	rc = allocate(aio, path);
 	if (!rc) {
