@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -55,6 +56,15 @@ class Bench:
 
 
 MakeBench = Callable[..., Bench]
+
+
+@pytest.fixture
+def memory_folder() -> Iterator[Path]:
+    """A folder on a file system of its own, in memory."""
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("no /dev/shm")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
+        yield Path(path)
 
 
 @pytest.fixture(scope="session")

@@ -227,3 +227,61 @@ def test_an_engine_in_a_cycle_is_closed_by_the_collector_inside_a_call(
             thread.join()
     with pytest.raises(EngineClosedError):
         core.stats()
+
+
+def test_what_is_waited_for_overtakes_what_nobody_waits_for(
+    make_bench: MakeBench, native_backend: str
+) -> None:
+    """The read that was started last, and is waited for, ends before all that stood before it."""
+    hold = Faults(rules=(FaultRule(FaultAction.DELAY, value=200_000, first=1),))
+    bench = make_bench(native_backend, queue_depth=1, faults=hold)
+    ahead = [bench.write(0, PAGE, 0)]  # holds up all others
+    ahead += [bench.read(i * PAGE, PAGE, 0) for i in range(20)]
+    ahead += [bench.write(i * PAGE, PAGE, i * PAGE) for i in range(20)]
+    demand = bench.read(30 * PAGE, PAGE, 0)
+    demand.wait()
+    for transfer in ahead:
+        transfer.wait()
+    assert all(transfer.latency_s > demand.latency_s for transfer in ahead[1:])
+
+
+def test_what_a_demanded_read_waits_for_overtakes_too(
+    make_bench: MakeBench, native_backend: str
+) -> None:
+    """To wait for the end of a chain hurries all of the chain."""
+    hold = Faults(rules=(FaultRule(FaultAction.DELAY, value=200_000, first=1),))
+    bench = make_bench(native_backend, queue_depth=1, faults=hold)
+    ahead = [bench.write(0, PAGE, 0), *(bench.write(i * PAGE, PAGE, 0) for i in range(20))]
+    written = bench.write(64 * PAGE, PAGE, PAGE)
+    bench.read(64 * PAGE, PAGE, PAGE, after=written).wait()
+    for transfer in ahead:
+        transfer.wait()
+    assert all(transfer.latency_s > written.latency_s for transfer in ahead[1:])
+    assert bench.is_same(64 * PAGE, PAGE)
+
+
+def test_times_of_transfers_add_up(make_bench: MakeBench, backend: str) -> None:
+    """Each knows its own latency, and the counters have the sum."""
+    bench = make_bench(backend)
+    transfers = [bench.write(i * PAGE, PAGE, i * PAGE) for i in range(10)]
+    for transfer in transfers:
+        transfer.wait()
+    stats = bench.engine.stats()
+    assert all(transfer.latency_s > 0 for transfer in transfers)
+    assert stats.queue_s + stats.device_s == pytest.approx(sum(t.latency_s for t in transfers))
+    assert stats.ended_requests == 10
+
+
+def test_each_device_has_a_queue_and_counters_of_its_own(
+    make_bench: MakeBench, native_backend: str, memory_folder: Path
+) -> None:
+    """Files on the same one share them; what one moved is not counted for the other."""
+    bench = make_bench(native_backend)
+    (memory_folder / "other.bin").touch()
+    other = bench.engine.open(str(memory_folder / "other.bin"))
+    bench.engine.open(str(memory_folder / "other.bin"))
+    bench.write(0, PAGE, 0).wait()
+    bench.engine.write(other, bench.memory, nbytes=3 * PAGE, offset=0).wait()
+    by_device = bench.engine.device_stats()
+    assert sorted(stats.written_bytes for stats in by_device.values()) == [PAGE, 3 * PAGE]
+    assert bench.engine.stats().written_bytes == 4 * PAGE

@@ -17,6 +17,10 @@ class AioOut(Pointer):
 class Ids(Pointer):
     def __getitem__(self, index: Literal[0]) -> int: ...
 
+class Count(Pointer):
+    def __getitem__(self, index: Literal[0]) -> int: ...
+    def __setitem__(self, index: Literal[0], value: int) -> None: ...
+
 class FaultRuleStruct:
     action: int
     op: int
@@ -47,12 +51,21 @@ class Request(Pointer):
     bytes: int
     offset: int
     after: int
+    tag: int
 
 class Result(Pointer):
-    error: int
+    id: int
+    tag: int
     done_bytes: int
     asked_bytes: int
     error_offset: int
+    queue_ns: int
+    device_ns: int
+    error: int
+    backend: int
+
+class Results(Pointer):
+    def __getitem__(self, index: int) -> Result: ...
 
 class FileInfoStruct(Pointer):
     direct: int
@@ -74,7 +87,12 @@ class Stats(Pointer):
     retries: int
     short_transfers: int
     pending_requests: int
+    ended_requests: int
     busy_ns: int
+    queue_ns: int
+    device_ns: int
+    waits: int
+    waited_ns: int
 
 class Memory(Pointer):
     address: Pointer
@@ -100,6 +118,10 @@ class Ffi:
     @overload
     def new(self, cdecl: Literal["uint64_t[1]"]) -> Ids: ...
     @overload
+    def new(self, cdecl: Literal["struct aio_result[]"], count: int) -> Results: ...
+    @overload
+    def new(self, cdecl: Literal["uint32_t *"]) -> Count: ...
+    @overload
     def cast(self, cdecl: Literal["uintptr_t"], value: Pointer) -> int: ...
     @overload
     def cast(self, cdecl: Literal["void *"], value: int) -> Pointer: ...
@@ -124,7 +146,8 @@ class Lib:
     def aio_file_sync(self, aio: Aio, file: int) -> int: ...
     def aio_submit(self, aio: Aio, requests: Request, count: int, ids: Ids) -> int: ...
     def aio_wait(self, aio: Aio, request: int, timeout_us: int, result: Result) -> int: ...
-    def aio_forget(self, aio: Aio, request: int) -> int: ...
+    def aio_reap(self, aio: Aio, results: Results, most: int, count: Count) -> int: ...
+    def aio_done_count(self, aio: Aio) -> int: ...
     def aio_memory_map(self, nbytes: int, out: Memory) -> int: ...
     def aio_memory_unmap(self, memory: Memory) -> int: ...
     def aio_has_uring(self) -> int: ...

@@ -150,7 +150,12 @@ class AioStats:
         retries: operations repeated because of EAGAIN or EINTR.
         short_transfers: operations that moved less than asked.
         pending_requests: not ended, now.
+        ended_requests: well or not.
         busy_s: time with at least one block in flight.
+        queue_s: sum over ended requests of the time until their first block started.
+        device_s: the same of the time from then until they ended.
+        waits: times that somebody had to sleep for a request; one long wait may count as several.
+        waited_s: how long that was in all.
     """
 
     backend: str
@@ -166,4 +171,9 @@ class AioStats:
     retries: int
     short_transfers: int
     pending_requests: int
+    ended_requests: int
     busy_s: float
+    queue_s: float
+    device_s: float
+    waits: int
+    waited_s: float

@@ -5,8 +5,12 @@ memory, its file and the flight it waits for. So a user may drop a transfer at a
 stands among the pending ones before C hears of it, and C writes its id into memory the flight owns:
 an interrupt between two Python instructions cannot lose one that is under way.
 
-An ended flight is forgotten in C when somebody asks for it; each new one also looks after two old
-ones, so that the table stays small when nobody ever asks.
+C counts the requests that are done. Whoever asks after any flight looks at that count and, when
+there are some, takes in the outcomes of all of them: to ask about a flight that is pending costs
+nearly nothing, however many there are.
+
+Every device, told by the number of its file system, has a path of its own in C, with its own worker
+and queue: a slow drive does not hold up a fast one.
 
 What would break: closing the C engine under a call. So every call outside the lock is counted, and
 the last step of closing waits until none is left.
@@ -16,12 +20,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import os
 import threading
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 from tiering.aio.backend import FileInfo, Memory
 from tiering.aio.config import BACKENDS, AioConfig, Faults
@@ -31,11 +35,11 @@ from tiering.aio.reasons import why_no_uring, why_not_open
 from tiering.errors import ConfigError, EngineClosedError, TransferError
 
 if TYPE_CHECKING:  # these exist for the type checker only
-    from tiering.aio._native import Aio, Options, Result, Stats
+    from tiering.aio._native import Aio, Options, Stats
 
-_WAIT_SLICE_S = 0.1  # between two looks for signals such as Ctrl-C
-_SWEPT_AT_ONCE = 2
-_FINALIZER_S = 5.0  # how long a forgotten engine lets its transfers end
+_WAIT_SLICE_S: Final = 0.1  # between two looks for signals such as Ctrl-C
+_TAKEN_IN_AT_ONCE: Final = 64
+_FINALIZER_S: Final = 5.0  # how long a forgotten engine lets its transfers end
 
 
 class OpenFile:
@@ -93,10 +97,19 @@ class Core:
         self._owner = os.getpid()
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
-        self._pending: dict[NativeFlight, None] = {}
+        self._adding = threading.Lock()
+        self._pending: dict[int, NativeFlight] = {}  # by the tags they have in C
+        self._last_tag = 0
+        self._paths: dict[int, int] = {}  # by device
         self._callers = 0
         self._is_closing = False
         self._registered: Memory | None = None
+        # Used over and over, with the lock held.
+        self._request = ffi.new("struct aio_request *")
+        self._results = ffi.new("struct aio_result[]", _TAKEN_IN_AT_ONCE)
+        self._untaken = ffi.new("uint32_t *")
+        self.uses_threads = False
+        """Whether some transfer went through threads."""
         self._aio: Aio | None = _open(config, faults)
 
     @property
@@ -114,7 +127,7 @@ class Core:
                 raise EngineClosedError(f"the engine is closed; no {flight.text}")
             if not file.is_open:
                 raise ConfigError(f"the file is closed; no {flight.text}")
-            self._sweep(self._aio)
+            self._take_in(self._aio)
             if after and after.has_failed:
                 flight.end(Outcome(errno.ECANCELED, 0, order.offset))
             else:
@@ -127,7 +140,7 @@ class Core:
         self._check_process()
         with self._lock:
             if not flight.has_ended and self._aio is not None:
-                self._look_after(self._aio, flight)
+                self._take_in(self._aio)
             return flight.has_ended
 
     def wait(self, flight: NativeFlight, timeout_s: float | None) -> None:
@@ -139,7 +152,7 @@ class Core:
         """Open an existing file."""
         info = ffi.new("struct aio_file_info *")
         with self._use() as aio:
-            number = lib.aio_file_open(aio, 0, os.fsencode(path), info)
+            number = lib.aio_file_open(aio, self._path_of(aio, path), os.fsencode(path), info)
         if number < 0:
             raise TransferError(why_not_open(path, -number), errno=-number, path=path)
         return OpenFile(
@@ -176,12 +189,13 @@ class Core:
             with self._lock:
                 self._registered = memory
 
-    def stats(self) -> Stats:
-        """The counters of C."""
-        stats = ffi.new("struct aio_stats *")
+    def stats(self) -> dict[int, Stats]:
+        """The counters of C, by device; 0 stands for a device not known yet."""
         with self._use() as aio:
-            lib.aio_path_stats(aio, 0, stats)
-        return stats
+            return {
+                device: _path_stats(aio, number)
+                for device, number in (self._paths or {0: 0}).items()
+            }
 
     def close(self, timeout_s: float | None) -> None:
         """Let transfers end, at most so long, and free everything."""
@@ -190,7 +204,7 @@ class Core:
         deadline = _deadline(timeout_s)
         with self._lock:
             self._is_closing = True
-            pending = list(self._pending)
+            pending = list(self._pending.values())
         with contextlib.suppress(EngineClosedError):  # another thread was faster
             for flight in pending:
                 self._await(flight, deadline)
@@ -235,41 +249,60 @@ class Core:
                 if not self._callers:
                     self._idle.notify_all()
 
+    def _path_of(self, aio: Aio, path: str) -> int:
+        """The path of the file's device; the first one's where the machine has no more."""
+        try:
+            device = Path(path).stat().st_dev
+        except OSError:
+            return 0  # C will say why
+        with self._adding:
+            if device not in self._paths:
+                self._paths[device] = max(0, lib.aio_path_add(aio)) if self._paths else 0
+            return self._paths[device]
+
     # With the lock held.
 
     def _submit(self, aio: Aio, flight: NativeFlight, file: OpenFile, order: Order) -> None:
-        request = ffi.new("struct aio_request *")
+        request = self._request
         request.op = lib.AIO_READ if order.verb == "read" else lib.AIO_WRITE
         request.file = file.number
         request.buffer = ffi.cast("void *", order.memory.address + order.at)
         request.bytes = order.nbytes
         request.offset = order.offset
         request.after = flight.after.ids[0] if flight.after else 0
-        self._pending[flight] = None
+        self._last_tag = tag = self._last_tag + 1
+        request.tag = tag
+        self._pending[tag] = flight
         error = -lib.aio_submit(aio, request, 1, flight.ids)
         if error:
-            del self._pending[flight]
+            del self._pending[tag]
             raise TransferError(f"{flight.text} was not started", errno=error, path=flight.path)
 
-    def _sweep(self, aio: Aio) -> None:
-        """Look after the oldest flights; those still pending go to the end."""
-        for flight in list(itertools.islice(self._pending, _SWEPT_AT_ONCE)):
-            self._look_after(aio, flight)
-            if not flight.has_ended:
-                del self._pending[flight]
-                self._pending[flight] = None
+    def _take_in(self, aio: Aio) -> None:
+        """Note the outcomes of all that are done.
 
-    def _look_after(self, aio: Aio, flight: NativeFlight) -> None:
-        result = ffi.new("struct aio_result *")
-        if not lib.aio_wait(aio, flight.ids[0], 0, result):
-            self._note_end(aio, flight, result)
-
-    def _note_end(self, aio: Aio, flight: NativeFlight, result: Result) -> None:
-        if flight.has_ended:
-            return
-        flight.end(Outcome(-result.error, result.done_bytes, result.error_offset))
-        del self._pending[flight]
-        lib.aio_forget(aio, flight.ids[0])
+        An interrupt anywhere in here loses none: what C handed over stays untaken until it is
+        noted, and is noted a second time without harm.
+        """
+        while self._untaken[0] or lib.aio_done_count(aio):
+            if not self._untaken[0]:
+                lib.aio_reap(aio, self._results, _TAKEN_IN_AT_ONCE, self._untaken)
+            while self._untaken[0]:
+                result = self._results[self._untaken[0] - 1]
+                flight = self._pending.get(result.tag)
+                if flight is not None:
+                    self.uses_threads |= result.backend == BACKENDS["threads"]
+                    flight.end(
+                        Outcome(
+                            -result.error,
+                            result.done_bytes,
+                            result.error_offset,
+                            result.queue_ns,
+                            result.device_ns,
+                        )
+                    )
+                    del self._pending[result.tag]
+                self._untaken[0] -= 1
 
     # Without it.
 
@@ -280,9 +313,9 @@ class Core:
             left_s = _WAIT_SLICE_S if deadline is None else deadline - time.monotonic()
             slice_us = int(max(0.0, min(left_s, _WAIT_SLICE_S)) * 1e6)
             with self._use() as aio:
-                if not lib.aio_wait(aio, flight.ids[0], slice_us, result):
-                    with self._lock:
-                        self._note_end(aio, flight, result)
+                lib.aio_wait(aio, flight.ids[0], slice_us, result)
+                with self._lock:
+                    self._take_in(aio)
             if left_s <= 0:
                 break
         return flight.has_ended
@@ -299,7 +332,9 @@ class Core:
             with self._lock:
                 if not file.is_open or self._aio is None:
                     return
-                user = next((flight for flight in self._pending if flight.file is file), None)
+                user = next(
+                    (flight for flight in self._pending.values() if flight.file is file), None
+                )
                 if user is None:
                     file.is_open = False
                     lib.aio_file_close(self._aio, file.number)
@@ -315,10 +350,16 @@ class Core:
                 self._idle.wait()
         lib.aio_close(aio, 0)
         with self._lock:
-            for flight in self._pending:
+            for flight in self._pending.values():
                 flight.end(None)
             self._pending.clear()
             self._registered = None
+
+
+def _path_stats(aio: Aio, number: int) -> Stats:
+    stats = ffi.new("struct aio_stats *")
+    lib.aio_path_stats(aio, number, stats)
+    return stats
 
 
 def _deadline(timeout_s: float | None) -> float | None:

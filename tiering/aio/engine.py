@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
+from collections.abc import Sequence
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from tiering.aio.backend import File, FileInfo, Memory, Transfer
 from tiering.aio.config import BACKENDS, AioConfig, AioStats, Faults
@@ -18,6 +20,9 @@ from tiering.aio.flight import Order
 from tiering.aio.native import check_native
 from tiering.aio.reasons import why_no_uring, why_unregistered
 from tiering.errors import ConfigError, TieringWarning
+
+if TYPE_CHECKING:  # it exists for the type checker only
+    from tiering.aio._native import Stats
 
 
 class AioFile:
@@ -65,6 +70,11 @@ class AioTransfer:
     def __repr__(self) -> str:
         return f"<AioTransfer: {self.flight.text}>"
 
+    @property
+    def latency_s(self) -> float:
+        """From when it could start until it ended; 0 while it is pending."""
+        return self.flight.latency_s
+
     def done(self) -> bool:
         """Whether it has ended, well or not. Never blocks, never raises for a failed transfer."""
         return self.flight.has_ended or self.flight.core.poll(self.flight)
@@ -85,7 +95,8 @@ class AioTransfer:
 class AioEngine:
     """Moves bytes between memory and files: by io_uring, or by threads where that is forbidden.
 
-    It implements `tiering.aio.backend.AioBackend`. One worker, in C, serves all its files. It is
+    It implements `tiering.aio.backend.AioBackend`. Each drive has one worker in C, for all files on
+    it. An engine is
     closed by `close`, by ``with``, and at the latest when the last reference to it is gone, which
     lets pending transfers end for some seconds.
 
@@ -169,10 +180,10 @@ class AioEngine:
         Where that is refused everything works without; the statistics say why.
         """
         self._core.register(memory)
-        raw = self._core.stats()
-        if raw.register_errno and raw.backend == BACKENDS["uring"]:
-            reason = why_unregistered(raw.register_errno, raw.backend, memory.nbytes)
-            self._tell("register", f"{reason}. All works without, for some processor time")
+        for raw in self._core.stats().values():
+            if raw.register_errno and raw.backend == BACKENDS["uring"]:
+                reason = why_unregistered(raw.register_errno, raw.backend, memory.nbytes)
+                self._tell("register", f"{reason}. All works without, for some processor time")
 
     def sync(self, file: File) -> None:
         """Return when everything written to the file is on the drive (fdatasync).
@@ -183,26 +194,47 @@ class AioEngine:
         self._core.sync_file(self._own(file))
 
     def stats(self) -> AioStats:
-        """Counters now."""
+        """Counters now, of all devices together."""
         self._tell_fallback()
-        raw = self._core.stats()
+        return self._merged(list(self._core.stats().values()))
+
+    def device_stats(self) -> dict[str, AioStats]:
+        """Counters now of each device that files were opened on, by ``major:minor``."""
+        return {
+            f"{os.major(device)}:{os.minor(device)}": self._merged([raw])
+            for device, raw in self._core.stats().items()
+        }
+
+    def _merged(self, raws: Sequence[Stats]) -> AioStats:
+        def total(name: str) -> int:
+            return sum(getattr(raw, name) for raw in raws)
+
+        worst = max(raws, key=lambda raw: raw.backend)  # threads, where any path has fallen back
+        unregistered = max(raws, key=lambda raw: raw.register_errno)
         return AioStats(
-            backend="uring" if raw.backend == BACKENDS["uring"] else "threads",
-            backend_reason=why_no_uring(raw.backend_errno),
-            fixed_files=bool(raw.fixed_files),
-            registered_bytes=raw.registered_bytes,
+            backend="uring" if worst.backend == BACKENDS["uring"] else "threads",
+            backend_reason=why_no_uring(worst.backend_errno),
+            fixed_files=all(raw.fixed_files for raw in raws),
+            registered_bytes=min(raw.registered_bytes for raw in raws),
             register_reason=why_unregistered(
-                raw.register_errno, raw.backend, self._core.registered_bytes_wanted
+                unregistered.register_errno,
+                unregistered.backend,
+                self._core.registered_bytes_wanted,
             ),
-            read_bytes=raw.read_bytes,
-            written_bytes=raw.written_bytes,
-            read_blocks=raw.read_blocks,
-            written_blocks=raw.written_blocks,
-            buffered_blocks=raw.buffered_blocks,
-            retries=raw.retries,
-            short_transfers=raw.short_transfers,
-            pending_requests=raw.pending_requests,
-            busy_s=raw.busy_ns / 1e9,
+            read_bytes=total("read_bytes"),
+            written_bytes=total("written_bytes"),
+            read_blocks=total("read_blocks"),
+            written_blocks=total("written_blocks"),
+            buffered_blocks=total("buffered_blocks"),
+            retries=total("retries"),
+            short_transfers=total("short_transfers"),
+            pending_requests=total("pending_requests"),
+            ended_requests=total("ended_requests"),
+            busy_s=total("busy_ns") / 1e9,
+            queue_s=total("queue_ns") / 1e9,
+            device_s=total("device_ns") / 1e9,
+            waits=total("waits"),
+            waited_s=total("waited_ns") / 1e9,
         )
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -215,7 +247,8 @@ class AioEngine:
         self._finalizer.detach()
 
     def _start(self, order: Order, file: File, after: Transfer | None) -> AioTransfer:
-        self._tell_fallback()
+        if self._core.uses_threads:
+            self._tell_fallback()
         return AioTransfer(self._core.start(self._own(file), order, self._own_flight(after)))
 
     def _own(self, file: File) -> OpenFile:
@@ -234,11 +267,11 @@ class AioEngine:
         """The ring may be given up in the middle of work, so this is asked more than once."""
         if self._config.backend != "auto" or "backend" in self._told:
             return
-        error = self._core.stats().backend_errno
-        if error:
+        errors = [raw.backend_errno for raw in self._core.stats().values() if raw.backend_errno]
+        if errors:
             self._tell(
                 "backend",
-                f"file I/O goes through threads: {why_no_uring(error)}. The backend 'threads' "
+                f"file I/O goes through threads: {why_no_uring(errors[0])}. The backend 'threads' "
                 "asks for that and silences this",
             )
 

@@ -59,11 +59,15 @@ class Outcome(NamedTuple):
         errno: 0 or the kernel's reason.
         done_bytes: how far it got.
         error_offset: file offset where it failed.
+        queue_ns: from when it could start until its first block did.
+        device_ns: from then until it ended.
     """
 
     errno: int
     done_bytes: int
     error_offset: int
+    queue_ns: int = 0
+    device_ns: int = 0
 
 
 class Flight:
@@ -76,11 +80,17 @@ class Flight:
 
     def __init__(self, path: str, order: Order) -> None:
         self.path = path
-        self.text = f"{order.verb} of {order.nbytes} bytes at offset {order.offset} of {path}"
+        self.verb = order.verb
         self.nbytes = order.nbytes
+        self.offset = order.offset
         self.outcome: Outcome | None = None
         self.was_closed = False
         self.memory: Memory | None = order.memory  # kept alive until the end
+
+    @property
+    def text(self) -> str:
+        """What it does, in words."""
+        return f"{self.verb} of {self.nbytes} bytes at offset {self.offset} of {self.path}"
 
     @property
     def has_ended(self) -> bool:
@@ -91,6 +101,12 @@ class Flight:
     def has_failed(self) -> bool:
         """Whether what waits for it must not start."""
         return self.was_closed or (self.outcome is not None and self.outcome.errno != 0)
+
+    @property
+    def latency_s(self) -> float:
+        """From when it could start until it ended; 0 while it is pending."""
+        outcome = self.outcome
+        return (outcome.queue_ns + outcome.device_ns) / 1e9 if outcome else 0.0
 
     def end(self, outcome: Outcome | None) -> None:
         """Note the outcome, or None when the engine closed first, and let go of what was kept."""

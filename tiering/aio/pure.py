@@ -71,13 +71,12 @@ class PureTransfer(Flight):
     def __init__(self, engine: PureEngine, file: PureFile, order: Order) -> None:
         super().__init__(file.path, order)
         self.engine = engine
-        self.verb = order.verb
         self.address = order.memory.address + order.at
-        self.offset = order.offset
         self.file: PureFile | None = file
         self.after: PureTransfer | None = None
         self.followers: list[PureTransfer] = []
         self.done_bytes = 0
+        self.ready_ns = self.started_ns = time.monotonic_ns()
         self.ended = threading.Event()
 
     def __repr__(self) -> str:
@@ -103,7 +102,7 @@ class PureTransfer(Flight):
             EngineClosedError: the engine was closed before it ended, or belongs to another process.
         """
         self.engine.check_process()
-        if not self.ended.wait(timeout_s):
+        if not self.engine.await_end(self, timeout_s):
             raise self.timeout(timeout_s, self.done_bytes)
         self.raise_failure()
 
@@ -245,7 +244,12 @@ class PureEngine:
                 retries=counts["retries"],
                 short_transfers=counts["short transfers"],
                 pending_requests=len(self._pending),
+                ended_requests=counts["ended requests"],
                 busy_s=self._busy_s + is_busy * (time.monotonic() - self._busy_since_s),
+                queue_s=counts["queue ns"] / 1e9,
+                device_s=counts["device ns"] / 1e9,
+                waits=counts["waits"],
+                waited_s=counts["waited ns"] / 1e9,
             )
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -288,6 +292,17 @@ class PureEngine:
                     return
             if not user.ended.wait(_left(deadline_s)):
                 raise user.in_the_way(timeout_s)
+
+    def await_end(self, transfer: PureTransfer, timeout_s: float | None) -> bool:
+        """Wait for a transfer. Returns whether it has ended."""
+        if transfer.ended.is_set():
+            return True
+        began_ns = time.monotonic_ns()
+        has_ended = transfer.ended.wait(timeout_s)
+        with self._lock:
+            self._counts["waits"] += 1
+            self._counts["waited ns"] += time.monotonic_ns() - began_ns
+        return has_ended
 
     def check_process(self) -> None:
         """Refuse a forked child, which must not even take a lock: a thread it lacks may hold it."""
@@ -367,9 +382,20 @@ class PureEngine:
                 del self._pending[transfer]
                 if not self._pending:
                     self._busy_s += time.monotonic() - self._busy_since_s
-                transfer.end(outcome)
+                transfer.end(outcome and self._timed(transfer, outcome))
             followers, transfer.followers = transfer.followers, []
+            for follower in followers:
+                follower.ready_ns = follower.started_ns = time.monotonic_ns()
         return followers
+
+    def _timed(self, transfer: PureTransfer, outcome: Outcome) -> Outcome:
+        """The outcome with its times, which are counted as well."""
+        queue_ns = transfer.started_ns - transfer.ready_ns
+        device_ns = time.monotonic_ns() - transfer.started_ns
+        self._counts["ended requests"] += 1
+        self._counts["queue ns"] += queue_ns
+        self._counts["device ns"] += device_ns
+        return outcome._replace(queue_ns=queue_ns, device_ns=device_ns)
 
     def _move(self, transfer: PureTransfer) -> Outcome | None:
         """Move all bytes of a transfer. Returns how that ended, or None when it was given up."""
@@ -380,6 +406,7 @@ class PureEngine:
             if transfer.after and transfer.after.has_failed:
                 return Outcome(errno.ECANCELED, 0, transfer.offset)
             file.users += 1
+        transfer.started_ns = time.monotonic_ns()
         error_number = 0
         try:
             self._move_pieces(transfer, file)
