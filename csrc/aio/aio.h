@@ -172,8 +172,11 @@ int aio_forget(struct aio *aio, uint64_t id);
  * How many goes to *count, where also a caller finds it who was interrupted before it saw the
  * return. */
 int aio_reap(struct aio *aio, struct aio_result *results, uint32_t max, uint32_t *count);
-/* Requests done so far and neither reaped nor forgotten. Cheap, to be asked often. */
-uint64_t aio_done_count(struct aio *aio);
+/* Requests ended since aio_open. Cheap, to be asked often. */
+uint64_t aio_ended_count(struct aio *aio);
+/* Waits until that count is no longer `seen`, at most timeout_us (< 0: for ever); nothing becomes
+ * urgent by it. 0, or -ETIME. */
+int aio_wait_ended(struct aio *aio, uint64_t seen, int64_t timeout_us);
 
 int aio_memory_map(uint64_t bytes, struct aio_memory *out);
 int aio_memory_unmap(struct aio_memory *memory);

@@ -348,6 +348,14 @@ static void fill_result(const struct request *request, struct aio_result *result
 	}
 }
 
+/* A thread stops waiting; the last one lets aio_close go on. */
+static void leave(struct aio *aio)
+{
+	aio->waiters--;
+	if (aio->closing && !aio->waiters)
+		pthread_cond_broadcast(&aio->done);
+}
+
 /* Sleeps until the request has ended; NULL when it is unknown or was forgotten meanwhile. */
 static struct request *await(struct aio *aio, uint64_t id, uint64_t deadline)
 {
@@ -366,11 +374,9 @@ static struct request *await(struct aio *aio, uint64_t id, uint64_t deadline)
 		rc = clock_cond_wait(&aio->done, &aio->lock, deadline);
 		request = requests_find(aio, id);
 	}
-	aio->waiters--;
 	stats->waits++;
 	stats->waited_ns += clock_now_ns() - began_ns;
-	if (aio->closing && !aio->waiters)
-		pthread_cond_broadcast(&aio->done);
+	leave(aio);
 	return request;
 }
 
@@ -430,7 +436,24 @@ int aio_reap(struct aio *aio, struct aio_result *results, uint32_t max, uint32_t
 	return 0;
 }
 
-uint64_t aio_done_count(struct aio *aio)
+uint64_t aio_ended_count(struct aio *aio)
 {
-	return __atomic_load_n(&aio->done_count, __ATOMIC_ACQUIRE);
+	return __atomic_load_n(&aio->ended_count, __ATOMIC_ACQUIRE);
+}
+
+int aio_wait_ended(struct aio *aio, uint64_t seen, int64_t timeout_us)
+{
+	uint64_t deadline = clock_deadline_ns(timeout_us);
+	int rc = 0;
+
+	if (is_foreign(aio))
+		return -ECHILD;
+	pthread_mutex_lock(&aio->lock);
+	aio->waiters++;
+	while (aio->ended_count == seen && !rc)
+		rc = clock_cond_wait(&aio->done, &aio->lock, deadline);
+	leave(aio);
+	rc = aio->ended_count == seen ? -ETIME : 0;
+	pthread_mutex_unlock(&aio->lock);
+	return rc;
 }

@@ -154,9 +154,9 @@ struct aio {
 	uint64_t slots_made;
 	struct request *free_requests;
 	struct request_list done_requests; /* by their ends */
-	uint64_t done_count; /* of them; atomic, because it is read without the lock */
-	uint64_t free_made;  /* in the free list */
-	uint64_t pending;    /* requests not done */
+	uint64_t ended_count;              /* atomic, because it is read without the lock */
+	uint64_t free_made;                /* in the free list */
+	uint64_t pending;                  /* requests not done */
 	void *region;
 	uint64_t region_bytes;
 	bool closing;

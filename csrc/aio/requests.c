@@ -92,11 +92,6 @@ struct request *requests_take(struct aio *aio)
 	return request;
 }
 
-static void count_done(struct aio *aio, uint64_t count)
-{
-	__atomic_store_n(&aio->done_count, count, __ATOMIC_RELEASE);
-}
-
 /* Enters a request among the done ones. */
 static void set_done(struct aio *aio, struct request *request)
 {
@@ -107,13 +102,12 @@ static void set_done(struct aio *aio, struct request *request)
 		request->started_ns = request->ended_ns;
 	request->state = REQUEST_DONE;
 	list_append(&aio->done_requests, request);
-	count_done(aio, aio->done_count + 1);
+	__atomic_store_n(&aio->ended_count, aio->ended_count + 1, __ATOMIC_RELEASE);
 }
 
 void requests_give(struct aio *aio, struct request *request)
 {
 	list_remove(&aio->done_requests, request);
-	count_done(aio, aio->done_count - 1);
 	request->state = REQUEST_FREE;
 	if (request->id > UINT64_MAX - AIO_SLOTS_MAX)
 		return; /* retired */

@@ -285,15 +285,18 @@ static void reap_all(struct bench *bench, uint64_t *ids, uint32_t count)
 	uint32_t n;
 
 	while (reaped < count) {
+		int rc = aio_wait_ended(bench->aio, reaped, 10000000);
+
+		CHECK(rc == 0);
 		CHECK(aio_reap(bench->aio, results, count - reaped, &n) == 0);
 		for (uint32_t i = 0; i < n; i++) {
 			CHECK(results[i].error == 0 && results[i].tag == 7);
 			CHECK(results[i].done_bytes == results[i].asked_bytes);
 			ids[reaped++] = results[i].id;
 		}
-		usleep(1000);
 	}
-	CHECK(aio_done_count(bench->aio) == 0);
+	CHECK(aio_ended_count(bench->aio) == count);
+	CHECK(aio_wait_ended(bench->aio, count, 0) == -ETIME);
 }
 
 /* Urgent before others, also when it waits for another; reads and writes in turn. */

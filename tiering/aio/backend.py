@@ -1,4 +1,4 @@
-"""The seam between tiering and whatever moves bytes: a protocol of six methods.
+"""The seam between tiering and whatever moves bytes: a protocol of seven methods.
 
 `AioEngine` implements it over the C engine, `PureEngine` in Python alone; a test may implement it
 over a dictionary. Everything above (the NVMe tier, the swapper, the store) uses only what stands
@@ -7,6 +7,7 @@ here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -51,6 +52,8 @@ class Transfer(Protocol):
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when the transfer has succeeded; may be called again, from any thread.
+
+        What is waited for goes before what is not, and so does what it was told to start after.
 
         Raises:
             TransferError: it failed; names the operation, file, offset, bytes asked and done, and
@@ -116,6 +119,17 @@ class AioBackend(Protocol):
         after: Transfer | None = None,
     ) -> Transfer:
         """Start writing; the mirror image of `read`."""
+        ...
+
+    def wait_any(self, transfers: Sequence[Transfer], timeout_s: float | None = None) -> None:
+        """Return when at least one of the transfers has ended, well or not, or there is none.
+
+        To wait for one transfer hurries it; this hurries none.
+
+        Raises:
+            TransferTimeoutError: all are still pending after ``timeout_s``.
+            EngineClosedError: the engine was closed, or belongs to another process.
+        """
         ...
 
     def register(self, memory: Memory) -> None:

@@ -5,8 +5,8 @@ memory, its file and the flight it waits for. So a user may drop a transfer at a
 stands among the pending ones before C hears of it, and C writes its id into memory the flight owns:
 an interrupt between two Python instructions cannot lose one that is under way.
 
-C counts the requests that are done. Whoever asks after any flight looks at that count and, when
-there are some, takes in the outcomes of all of them: to ask about a flight that is pending costs
+C counts the requests that have ended. Whoever asks after any flight looks at that count and, when
+it has grown, takes in the outcomes of all of them: to ask about a flight that is pending costs
 nearly nothing, however many there are.
 
 Every device, told by the number of its file system, has a path of its own in C, with its own worker
@@ -20,10 +20,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -108,6 +109,7 @@ class Core:
         self._request = ffi.new("struct aio_request *")
         self._results = ffi.new("struct aio_result[]", _TAKEN_IN_AT_ONCE)
         self._untaken = ffi.new("uint32_t *")
+        self._seen_ended = 0
         self.uses_threads = False
         """Whether some transfer went through threads."""
         self._aio: Aio | None = _open(config, faults)
@@ -147,6 +149,21 @@ class Core:
         """Return when it has ended, well or not."""
         if not self._await(flight, _deadline(timeout_s)):
             raise flight.timeout(timeout_s, self._done_bytes(flight))
+
+    def wait_any(self, flights: Sequence[NativeFlight], timeout_s: float | None) -> bool:
+        """Return when any of them has ended, or there is none; False: they are all pending."""
+        deadline = _deadline(timeout_s)
+        while True:
+            with self._use() as aio:
+                with self._lock:
+                    self._take_in(aio)
+                    seen = self._seen_ended
+                if not flights or any(flight.has_ended for flight in flights):
+                    return True
+                left_s = _left(deadline)
+                if left_s <= 0:
+                    return False
+                lib.aio_wait_ended(aio, seen, int(min(left_s, _WAIT_SLICE_S) * 1e6))
 
     def open_file(self, path: str) -> OpenFile:
         """Open an existing file."""
@@ -284,25 +301,33 @@ class Core:
         An interrupt anywhere in here loses none: what C handed over stays untaken until it is
         noted, and is noted a second time without harm.
         """
-        while self._untaken[0] or lib.aio_done_count(aio):
+        ended = lib.aio_ended_count(aio)
+        if ended == self._seen_ended:
+            return
+        self._note_untaken()  # of a call that was interrupted
+        while not lib.aio_reap(aio, self._results, _TAKEN_IN_AT_ONCE, self._untaken):
             if not self._untaken[0]:
-                lib.aio_reap(aio, self._results, _TAKEN_IN_AT_ONCE, self._untaken)
-            while self._untaken[0]:
-                result = self._results[self._untaken[0] - 1]
-                flight = self._pending.get(result.tag)
-                if flight is not None:
-                    self.uses_threads |= result.backend == BACKENDS["threads"]
-                    flight.end(
-                        Outcome(
-                            -result.error,
-                            result.done_bytes,
-                            result.error_offset,
-                            result.queue_ns,
-                            result.device_ns,
-                        )
+                break
+            self._note_untaken()
+        self._seen_ended = ended
+
+    def _note_untaken(self) -> None:
+        while self._untaken[0]:
+            result = self._results[self._untaken[0] - 1]
+            flight = self._pending.get(result.tag)
+            if flight is not None:
+                self.uses_threads |= result.backend == BACKENDS["threads"]
+                flight.end(
+                    Outcome(
+                        -result.error,
+                        result.done_bytes,
+                        result.error_offset,
+                        result.queue_ns,
+                        result.device_ns,
                     )
-                    del self._pending[result.tag]
-                self._untaken[0] -= 1
+                )
+                del self._pending[result.tag]
+            self._untaken[0] -= 1
 
     # Without it.
 
@@ -310,7 +335,7 @@ class Core:
         """Wait in slices, so that signals are seen. Returns whether it has ended."""
         result = ffi.new("struct aio_result *")
         while not flight.has_ended:
-            left_s = _WAIT_SLICE_S if deadline is None else deadline - time.monotonic()
+            left_s = _left(deadline)
             slice_us = int(max(0.0, min(left_s, _WAIT_SLICE_S)) * 1e6)
             with self._use() as aio:
                 lib.aio_wait(aio, flight.ids[0], slice_us, result)
@@ -364,6 +389,10 @@ def _path_stats(aio: Aio, number: int) -> Stats:
 
 def _deadline(timeout_s: float | None) -> float | None:
     return None if timeout_s is None else time.monotonic() + timeout_s
+
+
+def _left(deadline: float | None) -> float:
+    return math.inf if deadline is None else deadline - time.monotonic()
 
 
 def _open(config: AioConfig, faults: Faults) -> Aio:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from tiering.aio.backend import File, FileInfo, Memory, Transfer
 from tiering.aio.config import BACKENDS, AioConfig, AioStats, Faults
 from tiering.aio.core import Core, NativeFlight, OpenFile
-from tiering.aio.flight import Order
+from tiering.aio.flight import Order, none_ended
 from tiering.aio.native import check_native
 from tiering.aio.reasons import why_no_uring, why_unregistered
 from tiering.errors import ConfigError, TieringWarning
@@ -71,9 +71,14 @@ class AioTransfer:
         return f"<AioTransfer: {self.flight.text}>"
 
     @property
-    def latency_s(self) -> float:
-        """From when it could start until it ended; 0 while it is pending."""
-        return self.flight.latency_s
+    def queue_s(self) -> float:
+        """From when it could start until its first block did; 0 while it is pending."""
+        return self.flight.queue_s
+
+    @property
+    def device_s(self) -> float:
+        """From when its first block started until it ended; 0 while it is pending."""
+        return self.flight.device_s
 
     def done(self) -> bool:
         """Whether it has ended, well or not. Never blocks, never raises for a failed transfer."""
@@ -174,6 +179,20 @@ class AioEngine:
         """Start writing; the mirror image of `read`."""
         return self._start(Order("write", memory, at, nbytes, offset), file, after)
 
+    def wait_any(self, transfers: Sequence[Transfer], timeout_s: float | None = None) -> None:
+        """Return when at least one of the transfers has ended, well or not, or there is none.
+
+        To wait for one transfer hurries it; this hurries none.
+
+        Raises:
+            ConfigError: a transfer of another engine.
+            TransferTimeoutError: all are still pending after ``timeout_s``.
+            EngineClosedError: the engine was closed, or belongs to another process.
+        """
+        flights = [self._own_flight(transfer) for transfer in transfers]
+        if not self._core.wait_any(flights, timeout_s):
+            raise none_ended(flights, timeout_s)
+
     def register(self, memory: Memory) -> None:
         """Pin the memory for cheaper transfers, in place of what was pinned before.
 
@@ -249,16 +268,15 @@ class AioEngine:
     def _start(self, order: Order, file: File, after: Transfer | None) -> AioTransfer:
         if self._core.uses_threads:
             self._tell_fallback()
-        return AioTransfer(self._core.start(self._own(file), order, self._own_flight(after)))
+        before = None if after is None else self._own_flight(after)
+        return AioTransfer(self._core.start(self._own(file), order, before))
 
     def _own(self, file: File) -> OpenFile:
         if not isinstance(file, AioFile) or file.opened.core is not self._core:
             raise ConfigError(f"{file!r} was not opened by this engine")
         return file.opened
 
-    def _own_flight(self, transfer: Transfer | None) -> NativeFlight | None:
-        if transfer is None:
-            return None
+    def _own_flight(self, transfer: Transfer) -> NativeFlight:
         if not isinstance(transfer, AioTransfer) or transfer.flight.core is not self._core:
             raise ConfigError(f"{transfer!r} does not belong to this engine; wait for it instead")
         return transfer.flight

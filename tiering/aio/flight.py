@@ -7,6 +7,7 @@ follow from that are the same, so that nothing above can tell the engines apart 
 from __future__ import annotations
 
 import errno
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from tiering.aio.backend import Memory
@@ -103,10 +104,14 @@ class Flight:
         return self.was_closed or (self.outcome is not None and self.outcome.errno != 0)
 
     @property
-    def latency_s(self) -> float:
-        """From when it could start until it ended; 0 while it is pending."""
-        outcome = self.outcome
-        return (outcome.queue_ns + outcome.device_ns) / 1e9 if outcome else 0.0
+    def queue_s(self) -> float:
+        """From when it could start until its first block did; 0 while it is pending."""
+        return self.outcome.queue_ns / 1e9 if self.outcome else 0.0
+
+    @property
+    def device_s(self) -> float:
+        """From when its first block started until it ended; 0 while it is pending."""
+        return self.outcome.device_ns / 1e9 if self.outcome else 0.0
 
     def end(self, outcome: Outcome | None) -> None:
         """Note the outcome, or None when the engine closed first, and let go of what was kept."""
@@ -152,6 +157,16 @@ def failure(message: str, error: int, path: str) -> TransferError:
     """The exception for an errno: a full drive has one of its own."""
     kind = SpaceError if error in _OUT_OF_SPACE else TransferError
     return kind(message, errno=error, path=path)
+
+
+def none_ended(flights: Sequence[Flight], timeout_s: float | None) -> TransferTimeoutError:
+    """What says that all of some are still pending."""
+    return TransferTimeoutError(
+        f"all of {len(flights)} transfers are still pending after {timeout_s} s; the first is "
+        f"the {flights[0].text}",
+        errno=errno.ETIME,
+        path=flights[0].path,
+    )
 
 
 def foreign_process(owner: int, pid: int) -> EngineClosedError:

@@ -20,7 +20,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Final
@@ -28,7 +28,14 @@ from typing import Final
 from tiering.aio.backend import File, FileInfo, Memory, Transfer
 from tiering.aio.config import AioConfig, AioStats
 from tiering.aio.descriptors import Descriptors
-from tiering.aio.flight import Flight, Order, Outcome, failure, foreign_process
+from tiering.aio.flight import (
+    Flight,
+    Order,
+    Outcome,
+    failure,
+    foreign_process,
+    none_ended,
+)
 from tiering.aio.native import why_not_native
 from tiering.aio.reasons import why_not_open
 from tiering.errors import ConfigError, EngineClosedError
@@ -121,6 +128,7 @@ class PureEngine:
         self._config = config or AioConfig()
         self._owner = os.getpid()
         self._lock = threading.Lock()
+        self._some_ended = threading.Condition(self._lock)
         self._pending: dict[PureTransfer, None] = {}
         self._files: weakref.WeakSet[PureFile] = weakref.WeakSet()
         self._counts: collections.Counter[str] = collections.Counter()
@@ -202,6 +210,22 @@ class PureEngine:
         """Start writing; the mirror image of `read`."""
         return self._start(Order("write", memory, at, nbytes, offset), file, after)
 
+    def wait_any(self, transfers: Sequence[Transfer], timeout_s: float | None = None) -> None:
+        """Return when at least one of the transfers has ended, well or not, or there is none.
+
+        Raises:
+            ConfigError: a transfer of another engine.
+            TransferTimeoutError: all are still pending after ``timeout_s``.
+            EngineClosedError: the engine was closed, or belongs to another process.
+        """
+        own = [self._own_transfer(transfer) for transfer in transfers]
+        with self._in_use():
+            has_ended = not own or self._some_ended.wait_for(
+                lambda: any(transfer.has_ended for transfer in own), timeout_s
+            )
+        if not has_ended:
+            raise none_ended(own, timeout_s)
+
     def register(self, memory: Memory) -> None:  # noqa: ARG002 - the protocol's
         """Do nothing: there is no ring to register memory with."""
         with self._in_use():
@@ -276,6 +300,7 @@ class PureEngine:
             self._pending.clear()
             for transfer in given_up:
                 transfer.end(None)
+            self._some_ended.notify_all()
             for file in list(self._files):
                 self._shut(file)
         self._threads.shutdown(wait=not given_up, cancel_futures=True)
@@ -323,15 +348,13 @@ class PureEngine:
             raise ConfigError(f"{file!r} was not opened by this engine")
         return file
 
-    def _own_transfer(self, transfer: Transfer | None) -> PureTransfer | None:
-        if transfer is None:
-            return None
+    def _own_transfer(self, transfer: Transfer) -> PureTransfer:
         if not isinstance(transfer, PureTransfer) or transfer.engine is not self:
             raise ConfigError(f"{transfer!r} does not belong to this engine; wait for it instead")
         return transfer
 
     def _start(self, order: Order, file: File, after: Transfer | None) -> PureTransfer:
-        opened, before = self._own(file), self._own_transfer(after)
+        opened, before = self._own(file), None if after is None else self._own_transfer(after)
         order.check(opened.path)
         transfer = PureTransfer(self, opened, order)
         with self._in_use():
@@ -383,6 +406,7 @@ class PureEngine:
                 if not self._pending:
                     self._busy_s += time.monotonic() - self._busy_since_s
                 transfer.end(outcome and self._timed(transfer, outcome))
+                self._some_ended.notify_all()
             followers, transfer.followers = transfer.followers, []
             for follower in followers:
                 follower.ready_ns = follower.started_ns = time.monotonic_ns()
