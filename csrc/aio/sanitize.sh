@@ -2,6 +2,7 @@
 # Build the C engine with its test program under the sanitizers and run it: sanitize.sh [FOLDER]
 #
 # FOLDER is where test files are made (default: a fresh one in TMPDIR or /tmp). CC names the compiler.
+# FUZZ_COUNT is how many random requests the splitter gets, FUZZ_SEED which.
 # ZERO_INFINITY_NO_URING=1 tests a build with the thread backend alone.
 set -euo pipefail
 
@@ -31,12 +32,20 @@ fixed_addresses() {
 check() {
 	echo "== -fsanitize=$1"
 	"$cc" "${flags[@]}" -fsanitize="$1" -fno-sanitize-recover=all \
-		"$here"/*.c -o "$built/test_aio" "${libraries[@]}"
+		$(ls "$here"/*.c | grep -v fuzz_) -o "$built/test_aio" "${libraries[@]}"
 	fixed_addresses "$built/test_aio" "$folder"
+}
+
+fuzz() {
+	echo "== fuzz_split"
+	"$cc" "${flags[@]}" -O2 -fsanitize=address,undefined -fno-sanitize-recover=all \
+		"$here"/split.c "$here"/fuzz_split.c -o "$built/fuzz_split"
+	"$built/fuzz_split" "${FUZZ_COUNT:-1000000}" "${FUZZ_SEED:-$RANDOM}"
 }
 
 export ASAN_OPTIONS=detect_leaks=1
 # The fork test has a child that only asks for its refusals.
 export TSAN_OPTIONS=die_after_fork=0
+fuzz
 check address,undefined
 check thread

@@ -4,13 +4,9 @@
  *
  * Bytes go from the caller's buffer to the file or back; nothing is copied here. The worker cuts
  * blocks off the first request in its queue only while it has free blocks, so a request of any
- * length costs queue_depth blocks. A block is cut
- *   - at multiples of the file's block size (of the file offset),
- *   - at the first and last multiple of the direct alignment inside the request, and
- *   - at the ends of registered entries (of the address).
- * A block whose address, offset and length are all aligned goes through the O_DIRECT descriptor,
- * any other through the page cache. That is the only rule; a file without direct I/O has
- * alignment 1 and no second descriptor.
+ * length costs queue_depth blocks. Where it cuts is told in split.h. A block whose address, offset
+ * and length are all aligned goes through the O_DIRECT descriptor, any other through the page
+ * cache. That is the only rule; a file without direct I/O has alignment 1 and no second descriptor.
  *
  * Order: two levels, and in each a queue of reads and one of writes, first in first out. What
  * somebody waits for (urgent) goes before what nobody waits for: a demand read before those read
@@ -27,6 +23,7 @@
 #define _GNU_SOURCE
 #include "clock.h"
 #include "engine.h"
+#include "split.h"
 
 #include <errno.h>
 #include <signal.h>
@@ -91,37 +88,19 @@ static struct request *next_request(const struct path *path)
 	return NULL;
 }
 
-/* Bytes from address to the next end of a registered entry. */
-static uint64_t entry_left(const struct path *path, const char *address)
-{
-	uint64_t at;
-
-	if (!path->region_bytes || address >= path->region + path->region_bytes)
-		return UINT64_MAX;
-	if (address < path->region)
-		return (uint64_t)(path->region - address);
-	at = (uint64_t)(address - path->region);
-	return min_u64(path->region_bytes - at, AIO_ENTRY_BYTES - at % AIO_ENTRY_BYTES);
-}
-
-/* Length of the request's next block. */
-static uint64_t cut(const struct path *path, const struct request *request)
+static struct piece next_piece(const struct path *path, const struct request *request)
 {
 	const struct file *file = request->file;
-	uint64_t at = request->offset + request->carved_bytes;
-	uint64_t bytes = request->bytes - request->carved_bytes;
+	struct split_rules rules = {.block_bytes = file->block_bytes,
+	                            .align = file->fds[1] >= 0 ? file->align : 1,
+	                            .memory_align = file->memory_align,
+	                            .entry_bytes = AIO_ENTRY_BYTES,
+	                            .region = (uintptr_t)path->region,
+	                            .region_bytes = path->region_bytes};
 
-	bytes = min_u64(bytes, file->block_bytes - at % file->block_bytes);
-	bytes = min_u64(bytes, entry_left(path, request->buffer + request->carved_bytes));
-	if (at % file->align)
-		return min_u64(bytes, file->align - at % file->align);
-	return bytes < file->align ? bytes : bytes - bytes % file->align;
-}
-
-static bool goes_direct(const struct file *file, const struct block *block)
-{
-	return file->fds[1] >= 0 && (uintptr_t)block->buffer % file->memory_align == 0 &&
-	       block->offset % file->align == 0 && block->bytes % file->align == 0;
+	return split_next(&rules, (uintptr_t)request->buffer + request->carved_bytes,
+	                  request->offset + request->carved_bytes,
+	                  request->bytes - request->carved_bytes);
 }
 
 static bool is_idle(const struct path *path)
@@ -152,6 +131,7 @@ static void give_block(struct path *path, struct block *block)
 
 static struct block *carve(struct path *path, struct request *request)
 {
+	struct piece piece = next_piece(path, request);
 	struct block *block = take_block(path, request);
 
 	if (!request->started_ns)
@@ -159,8 +139,8 @@ static struct block *carve(struct path *path, struct request *request)
 	*block = (struct block){.request = request,
 	                        .buffer = request->buffer + request->carved_bytes,
 	                        .offset = request->offset + request->carved_bytes,
-	                        .bytes = cut(path, request)};
-	block->align = goes_direct(request->file, block) ? request->file->align : 1;
+	                        .bytes = piece.bytes,
+	                        .align = piece.direct ? request->file->align : 1};
 	if (block->align == 1)
 		path->stats.buffered_blocks++;
 	request->blocks++;

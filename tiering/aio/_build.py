@@ -17,7 +17,8 @@ from typing import NamedTuple
 from cffi import FFI
 
 NO_URING_SWITCH = "ZERO_INFINITY_NO_URING"
-SOURCES = ("engine", "requests", "worker", "file", "uring", "threads", "faulty", "memory")
+HEADERS = ("aio", "backend", "clock", "engine", "split")
+SOURCES = ("engine", "requests", "worker", "file", "uring", "threads", "faulty", "memory", "split")
 FLAGS = ["-std=c11", "-O2", "-g", "-Wall", "-Wextra", "-fvisibility=hidden", "-pthread"]
 # Commands that only describe the project and need no compiler.
 DESCRIBING = frozenset({"egg_info", "dist_info", "sdist", "clean", "--version", "--name"})
@@ -93,9 +94,7 @@ def _builder() -> FFI:
         "tiering.aio._native",
         '#include "aio.h"',
         sources=[str(_SOURCE_FOLDER / f"{name}.c") for name in SOURCES],
-        depends=[
-            str(_SOURCE_FOLDER / f"{name}.h") for name in ("aio", "backend", "clock", "engine")
-        ],
+        depends=[str(_SOURCE_FOLDER / f"{name}.h") for name in HEADERS],
         include_dirs=[str(_SOURCE_FOLDER)],
         define_macros=uring.macros,
         extra_compile_args=FLAGS,
