@@ -2,14 +2,10 @@
 
 Note: requests and blocks. The engine cuts a request into blocks and keeps `queue_depth` of them at
 the drive. A request costs Python tens of microseconds, and hundreds where it has slept long enough
-for the caches to forget it. So bandwidth is measured with requests of many blocks, of which two
-queues' worth are always under way: the drive never waits for Python, and Python's share of the
-processor time is small. Latency is measured in a window of its own, with requests of one block, as
-many as the queue is deep.
-
-Reads and writes in turn (``mixed``) use requests of half a queue, so that at each moment about half
-of the blocks at the drive go each way. Many of these smaller requests are under way, and half of
-them are waited for and started again at once: that wakes Python as seldom as large requests do.
+for the caches to forget it. So bandwidth is measured with requests of many blocks, of which two are
+always under way each way: the drive never waits for Python, and Python's share of the processor
+time is small. In ``mixed`` the engine gives reads and writes half of the queue each, however large
+their requests are. Latency is measured in a window of its own, with requests of one block.
 """
 
 from __future__ import annotations
@@ -124,27 +120,27 @@ class Job:
     def request_bytes(self) -> int:
         """Of one request in the bandwidth window: a power of two."""
         wanted_bytes = self.asked_request_bytes
-        if not wanted_bytes and self.op == "mixed":
-            wanted_bytes = power_of_two_below(self.queue_bytes // 2)
-        elif not wanted_bytes:
+        if not wanted_bytes:
             wanted_bytes = max(_REQUEST_BYTES, power_of_two_above(2 * self.queue_bytes))
         most_bytes = power_of_two_below(self.size_bytes // _REQUESTS_A_FILE)
         return max(self.block_bytes, min(wanted_bytes, most_bytes))
 
     @property
+    def requests_each_way(self) -> int:
+        """Under way at once in the bandwidth window, for each of reading and writing."""
+        return max(2, -(-_QUEUES_IN_FLIGHT * self.queue_bytes // self.request_bytes))
+
+    @property
     def requests_in_flight(self) -> int:
         """Under way at once in the bandwidth window."""
-        wanted_bytes = _QUEUES_IN_FLIGHT * self.queue_bytes
-        if self.op == "mixed":
-            most_bytes = max(wanted_bytes, self.size_bytes // 2)
-            wanted_bytes = max(wanted_bytes, min(_REQUEST_BYTES, most_bytes))
-        return max(2, -(-wanted_bytes // self.request_bytes))
+        return self.requests_each_way * (2 if self.op == "mixed" else 1)
 
     @property
     def memory_bytes(self) -> int:
-        """Of one area of memory for it: a power of two, with a place for each request under way."""
-        in_flight_bytes = self.requests_in_flight * self.request_bytes
-        return power_of_two_above(max(in_flight_bytes, self.queue_bytes))
+        """Of one area of memory for it: a power of two, with a place for each request one way."""
+        return power_of_two_above(
+            max(self.requests_each_way * self.request_bytes, self.queue_bytes)
+        )
 
     @property
     def requests_a_pass(self) -> int:

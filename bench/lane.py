@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 from bench.buffers import Buffer
 from bench.job import Job
-from tiering.aio import AioStats, AnyEngine, Faults, open_engine
+from tiering.aio import AioStats, AioTransfer, AnyEngine, Faults, PureTransfer, open_engine
 from tiering.aio.backend import File, Transfer
 from tiering.errors import ConfigError, SpaceError
 from tiering.folder import SwapFolder
@@ -173,7 +173,7 @@ class Lane:
         """The open file."""
         return self._file
 
-    def start(self, order: Order) -> Transfer:
+    def start(self, order: Order) -> AioTransfer | PureTransfer:
         """Put a request on its way."""
         start, at = (
             (self._engine.read, self.buffer.target_at(order.offset))
@@ -181,6 +181,10 @@ class Lane:
             else (self._engine.write, self.buffer.source_at(order.offset))
         )
         return start(self._file, self.buffer, at=at, nbytes=order.nbytes, offset=order.offset)
+
+    def wait_any(self, transfers: Sequence[Transfer]) -> None:
+        """Return when one of them has ended."""
+        self._engine.wait_any(transfers)
 
     def sync(self) -> None:
         """Have all that was written on the drive."""

@@ -257,8 +257,8 @@ def _path_notes(result: PathResult) -> Table:
     lines["page cache"] = row.page_cache
     if row.latency:
         lines["latency"] = (
-            f"of {row.latency.requests} requests of one block, in a window of their own; "
-            f"looked at every {row.latency.resolution_us:.0f} µs at least, 99 times in 100"
+            f"of {row.latency.requests} requests of one block, in a window of their own, from "
+            "when the kernel got each until it had ended it"
         )
     if result.verified_bytes:
         lines["verified"] = f"{format_bytes(result.verified_bytes)}, every byte as written"

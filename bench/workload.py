@@ -5,21 +5,18 @@ and over. The clock runs from the end of the warm-up, with the queue full, until
 has ended and, where anything was written, a flush has returned. The processor time is the whole
 process's, Python included.
 
-Latency: requests of one block, as many as the queue is deep. A request's time runs from just
-before it is started until it is first seen to have ended. Nobody tells Python that, so it looks at
-all of them in turn, with a rest between rounds of a small part of the latency seen so far; how
-long the rounds took is reported beside the latency, because that is its resolution.
+Latency: requests of one block, twice as many as the queue is deep. A request's time runs in the
+engine, from when it is given to the kernel until the kernel has ended it; those that stand in the
+engine's queue meanwhile keep the drive's queue full and are not counted.
 
-In ``mixed`` every write follows the read of the same bytes some requests later, as in training,
-where what was read is updated and written back.
+In ``mixed`` reads and writes are started in turn, and every write follows the read of the same
+bytes some requests later, as in training, where what was read is updated and written back.
 """
 
 from __future__ import annotations
 
-import collections
 import itertools
 import math
-import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -28,11 +25,10 @@ from typing import Final, NamedTuple
 
 from bench.job import Job, Op, Window
 from bench.lane import Lane, Mark, Order
-from tiering.aio.backend import Transfer
+from tiering.aio import AioTransfer, PureTransfer
 from tiering.errors import TieringError
 
-_RESTS_A_LATENCY: Final = 64  # rounds of looking within the shortest latency seen
-_SHORTEST_REST_S: Final = 20e-6  # below that it is cheaper to look again
+_QUEUES_WATCHED: Final = 2  # one at the drive, one behind it
 
 
 class VerifyError(TieringError):
@@ -88,7 +84,6 @@ class Latency(NamedTuple):
         p99_us: all but one in a hundred.
         p999_us: all but one in a thousand.
         max_us: the longest.
-        resolution_us: 99 in 100 rounds of looking took no longer.
     """
 
     requests: int
@@ -97,7 +92,6 @@ class Latency(NamedTuple):
     p99_us: float
     p999_us: float
     max_us: float
-    resolution_us: float
 
 
 class Span(NamedTuple):
@@ -136,29 +130,35 @@ def walk(job: Job, op: Op, request_bytes: int) -> Iterator[Order]:
 
 
 class _Queue:
-    """Requests under way, the oldest first; half of them are waited for at once.
-
-    The engine begins them in order, so the last of a half is waited for first, and the others have
-    mostly ended by then.
-    """
+    """Requests under way."""
 
     def __init__(self, lane: Lane, most: int) -> None:
         self._lane = lane
         self._most = most
-        self._flying: collections.deque[Transfer] = collections.deque()
+        self._flying: list[AioTransfer | PureTransfer] = []
+        self.taken_s: list[float] = []
 
     def start(self, order: Order) -> None:
-        """Start one; before that wait for the older half where there are enough."""
-        if len(self._flying) >= self._most:
-            half = [self._flying.popleft() for _ in range(self._most // 2)]
-            for transfer in reversed(half):
-                transfer.wait()
+        """Start one; before that wait until one has ended where there are enough."""
+        while len(self._flying) >= self._most:
+            self._take_ended()
         self._flying.append(self._lane.start(order))
 
     def drain(self) -> None:
         """Wait for all."""
         while self._flying:
-            self._flying.popleft().wait()
+            self._take_ended()
+
+    def _take_ended(self) -> None:
+        self._lane.wait_any(self._flying)
+        still = []
+        for transfer in self._flying:
+            if transfer.done():
+                transfer.wait()  # raises what went wrong
+                self.taken_s.append(transfer.device_s)
+            else:
+                still.append(transfer)
+        self._flying = still
 
 
 def measure(lane: Lane, op: Op, *, window: Window, stop: threading.Event | None = None) -> Span:
@@ -227,52 +227,12 @@ def measure_latency(lane: Lane, op: Op, *, window: Window) -> Latency:
     return _watch(lane, orders)
 
 
-class _Watched(NamedTuple):
-    """A request under way and when it was started."""
-
-    transfer: Transfer
-    started_s: float
-
-
 def _watch(lane: Lane, orders: Iterator[Order]) -> Latency:
-    clock = time.perf_counter
-    flying: list[_Watched] = []
-    taken_s: list[float] = []
-    rounds_s: list[float] = []
-    shortest_s = math.inf
-    looked_s = clock()
-    while True:
-        for order in itertools.islice(orders, lane.job.queue_depth - len(flying)):
-            started_s = clock()
-            flying.append(_Watched(lane.start(order), started_s))
-        if not flying:
-            return _latency(taken_s, rounds_s)
-        _rest(shortest_s if taken_s else 0.0)
-        still = []
-        for watched in flying:
-            if watched.transfer.done():
-                taken_s.append(clock() - watched.started_s)
-                shortest_s = min(shortest_s, taken_s[-1])
-                watched.transfer.wait()  # raises what went wrong
-            else:
-                still.append(watched)
-        flying = still
-        now_s = clock()
-        rounds_s.append(now_s - looked_s)
-        looked_s = now_s
-
-
-def _rest(latency_s: float) -> None:
-    rest_s = latency_s / _RESTS_A_LATENCY
-    if rest_s > _SHORTEST_REST_S:
-        time.sleep(rest_s)
-    else:
-        os.sched_yield()
-
-
-def _latency(taken_s: list[float], rounds_s: list[float]) -> Latency:
-    taken_s.sort()
-    rounds_s.sort()
+    queue = _Queue(lane, _QUEUES_WATCHED * lane.job.queue_depth)
+    for order in orders:
+        queue.start(order)
+    queue.drain()
+    taken_s = sorted(queue.taken_s)
     return Latency(
         requests=len(taken_s),
         p50_us=rank(taken_s, 0.5) * 1e6,
@@ -280,7 +240,6 @@ def _latency(taken_s: list[float], rounds_s: list[float]) -> Latency:
         p99_us=rank(taken_s, 0.99) * 1e6,
         p999_us=rank(taken_s, 0.999) * 1e6,
         max_us=rank(taken_s, 1.0) * 1e6,
-        resolution_us=rank(rounds_s, 0.99) * 1e6,
     )
 
 

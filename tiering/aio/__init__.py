@@ -9,7 +9,7 @@ from tiering.aio.config import AioConfig, AioStats, FaultRule, Faults
 from tiering.aio.engine import AioEngine, AioFile, AioTransfer
 from tiering.aio.memory import PinnedMemory
 from tiering.aio.opening import AnyEngine, open_engine
-from tiering.aio.pure import PureEngine
+from tiering.aio.pure import PureEngine, PureTransfer
 
 __all__ = [
     "AioConfig",
@@ -22,5 +22,6 @@ __all__ = [
     "Faults",
     "PinnedMemory",
     "PureEngine",
+    "PureTransfer",
     "open_engine",
 ]
