@@ -113,13 +113,21 @@ struct aio_stats {
 	uint64_t busy_ns;          /* time with at least one block in flight */
 };
 
+/* What memory is made of: AUTO and SMALL can be asked for, the others are what AUTO may get. */
+enum aio_pages {
+	AIO_PAGES_AUTO = 0,        /* the last of the following that can be had */
+	AIO_PAGES_SMALL = 1,       /* ordinary pages, and huge ones refused when asked for */
+	AIO_PAGES_TRANSPARENT = 2, /* huge pages where the kernel finds some, else ordinary ones */
+	AIO_PAGES_RESERVED = 3     /* huge pages only, of those the system keeps in reserve */
+};
+
 /* Anonymous memory for paged bytes: as contiguous as the machine gives, touched once, and not
  * inherited by forked children. */
 struct aio_memory {
 	void *address;       /* aligned to huge_bytes when it is not 0, else to a page */
 	uint64_t bytes;      /* mapped; >= asked */
-	uint64_t huge_bytes; /* size of the huge page asked for; 0 where the kernel has none or the
-	                        mapping is smaller than one */
+	uint64_t huge_bytes; /* size of a huge page of the kind in `pages`; 0 for SMALL */
+	uint32_t pages;      /* enum aio_pages, never AUTO */
 	int32_t owner;       /* process that mapped it; a forked child leaves it alone */
 };
 
@@ -157,7 +165,9 @@ int aio_wait(struct aio *aio, uint64_t id, int64_t timeout_us, struct aio_result
 /* Drops a done request's result. -EBUSY while it is pending. */
 int aio_forget(struct aio *aio, uint64_t id);
 
-int aio_memory_map(uint64_t bytes, struct aio_memory *out);
+/* pages: AIO_PAGES_AUTO or AIO_PAGES_SMALL. All of it is there when this returns: memory that is
+ * lacking is an error here and no signal later. */
+int aio_memory_map(uint64_t bytes, uint32_t pages, struct aio_memory *out);
 int aio_memory_unmap(struct aio_memory *memory);
 
 /* 1: this build has the io_uring backend; 0: it was built with the thread backend alone. */

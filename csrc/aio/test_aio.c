@@ -55,7 +55,7 @@ static void set_up(struct bench *bench, const struct aio_options *options)
 	memset(bench, 0, sizeof(*bench));
 	CHECK(aio_open(options, &bench->aio) == 0);
 	CHECK(aio_path_add(bench->aio) == 0);
-	CHECK(aio_memory_map(MEMORY_BYTES, &bench->memory) == 0);
+	CHECK(aio_memory_map(MEMORY_BYTES, AIO_PAGES_AUTO, &bench->memory) == 0);
 	bench->bytes = bench->memory.address;
 	for (uint64_t i = 0; i < HALF; i++)
 		bench->bytes[i] = (char)(i * 2654435761u >> 13);
@@ -514,15 +514,38 @@ static void test_explicit_refusal(void)
 	CHECK(aio_close(aio, -1) == 0);
 }
 
-static void test_memory(void)
+/* Memory that can be had is there, zeroed, and made of what it says. */
+static void check_memory(uint64_t bytes, uint32_t pages)
 {
 	struct aio_memory memory;
+	uint64_t unit;
 
-	CHECK(aio_memory_map(0, &memory) == -EINVAL);
-	CHECK(aio_memory_map(UINT64_C(1) << 60, &memory) == -ENOMEM);
-	CHECK(aio_memory_map(1, &memory) == 0);
+	CHECK(aio_memory_map(bytes, pages, &memory) == 0);
+	unit = memory.huge_bytes ? memory.huge_bytes : 4096;
+	CHECK((memory.pages == AIO_PAGES_SMALL) == !memory.huge_bytes);
+	CHECK(pages == AIO_PAGES_AUTO || memory.pages == AIO_PAGES_SMALL);
+	CHECK((uintptr_t)memory.address % unit == 0);
+	CHECK(memory.bytes >= bytes && memory.bytes % unit == 0);
+	for (uint64_t at = 0; at < memory.bytes; at += 4096)
+		CHECK(!((char *)memory.address)[at]);
+	memset(memory.address, 1, memory.bytes);
 	CHECK(aio_memory_unmap(&memory) == 0);
 	CHECK(aio_memory_unmap(&memory) == 0);
+}
+
+static void test_memory(void)
+{
+	static const uint64_t sizes[] = {1, 4097, 2 << 20, (5 << 20) + 1, 64 << 20};
+	struct aio_memory memory;
+
+	CHECK(aio_memory_map(0, AIO_PAGES_AUTO, &memory) == -EINVAL);
+	CHECK(aio_memory_map(1, AIO_PAGES_TRANSPARENT, &memory) == -EINVAL);
+	CHECK(aio_memory_map(UINT64_C(1) << 60, AIO_PAGES_AUTO, &memory) == -ENOMEM);
+	CHECK(aio_memory_map(UINT64_C(1) << 60, AIO_PAGES_SMALL, &memory) == -ENOMEM);
+	for (size_t i = 0; i < sizeof(sizes) / sizeof(*sizes); i++) {
+		check_memory(sizes[i], AIO_PAGES_AUTO);
+		check_memory(sizes[i], AIO_PAGES_SMALL);
+	}
 }
 
 #define TEST(name) {#name, test_##name}
