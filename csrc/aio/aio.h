@@ -31,6 +31,8 @@ enum aio_op { AIO_READ = 0, AIO_WRITE = 1 };
 
 enum aio_backend { AIO_BACKEND_AUTO = 0, AIO_BACKEND_URING = 1, AIO_BACKEND_THREADS = 2 };
 
+enum aio_direct { AIO_DIRECT_AUTO = 0, AIO_DIRECT_OFF = 1 };
+
 enum aio_fault_action {
 	AIO_FAULT_NONE = 0,
 	AIO_FAULT_SHORT = 1,   /* the kernel moves at most `value` bytes for this operation */
@@ -64,6 +66,7 @@ struct aio_options {
 	uint32_t threads;     /* workers of the thread backend a path; 0: min(queue_depth, 16) */
 	uint32_t backend; /* enum aio_backend; AUTO falls back, an explicit choice fails instead */
 	uint32_t max_files; /* most files open at once a path (the registered table): 1..65536 */
+	uint32_t direct;    /* enum aio_direct; OFF: everything through the page cache, by choice */
 	struct aio_faults faults;
 };
 
@@ -87,7 +90,7 @@ struct aio_result {
 
 struct aio_file_info {
 	uint32_t direct;      /* 1: O_DIRECT is in effect */
-	int32_t direct_errno; /* why not, when direct is 0 */
+	int32_t direct_errno; /* why not, when direct is 0; 0: it was not asked for */
 	uint32_t
 	        memory_align_bytes; /* what a buffer's address must be a multiple of to go direct */
 	uint32_t offset_align_bytes; /* likewise for file offset and length; at least a page and a

@@ -40,6 +40,8 @@ static int check_options(const struct aio_options *options)
 		return -EINVAL;
 	if (!options->max_files || options->max_files > AIO_FILES_MAX)
 		return -EINVAL;
+	if (options->direct > AIO_DIRECT_OFF)
+		return -EINVAL;
 	return align && !is_power_of_two(align) ? -EINVAL : 0;
 }
 

@@ -217,6 +217,22 @@ static void test_refusals(uint32_t backend)
 	tear_down(&bench);
 }
 
+/* Through the page cache by choice is no refusal. */
+static void test_direct_off(uint32_t backend)
+{
+	struct aio_options options = options_of(backend);
+	struct bench bench;
+
+	options.direct = AIO_DIRECT_OFF;
+	set_up(&bench, &options);
+	CHECK(!bench.info.direct && !bench.info.direct_errno);
+	CHECK(bench.info.memory_align_bytes == 1 && bench.info.offset_align_bytes == 1);
+	round_trips(&bench);
+	CHECK(stats_of(&bench).buffered_blocks ==
+	      stats_of(&bench).read_blocks + stats_of(&bench).written_blocks);
+	tear_down(&bench);
+}
+
 static void test_no_progress(uint32_t backend)
 {
 	struct aio_options options = options_of(backend);
@@ -289,6 +305,9 @@ static void test_bad_arguments(uint32_t backend)
 	CHECK(aio_open(&options, &none) == -EINVAL);
 	options = options_of(backend);
 	options.block_bytes = 5000;
+	CHECK(aio_open(&options, &none) == -EINVAL);
+	options = options_of(backend);
+	options.direct = AIO_DIRECT_OFF + 1;
 	CHECK(aio_open(&options, &none) == -EINVAL);
 	options = options_of(backend);
 	set_up(&bench, &options);
@@ -560,6 +579,7 @@ static const struct {
         TEST(short_transfers),
         TEST(delays_and_alignments),
         TEST(refusals),
+        TEST(direct_off),
         TEST(no_progress),
         TEST(persistent_refusal),
         TEST(end_of_file),

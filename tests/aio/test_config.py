@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[2]
         ("max_files", 0),
         ("max_files", 65537),
         ("backend", "aio"),
+        ("direct", "on"),
     ],
 )
 def test_a_setting_that_cannot_work_is_named_with_its_value(setting: str, value: int | str) -> None:

@@ -152,7 +152,20 @@ def test_a_refusal_of_direct_io_is_not_an_error(make_bench: MakeBench, native_ba
     """The file is used through the page cache and says why."""
     bench = make_bench(native_backend, faults=Faults(refuse_direct_errno=errno.EINVAL))
     assert (bench.info.direct, bench.info.direct_errno) == (False, errno.EINVAL)
+    assert bench.info.why_not_direct == "refused (EINVAL: Invalid argument)"
     assert bench.round_trip(0, 3 * BLOCK + 1, 0)
+
+
+def test_direct_io_can_be_done_without(make_bench: MakeBench, backend: str) -> None:
+    """By choice, on a file system that has it: the file says so, and nobody warns."""
+    bench = make_bench(backend, direct="off")
+    assert (bench.info.direct, bench.info.direct_errno) == (False, 0)
+    assert (bench.info.memory_align_bytes, bench.info.offset_align_bytes) == (1, 1)
+    assert bench.info.why_not_direct == "not asked for"
+    assert bench.round_trip(0, 3 * BLOCK, 0)
+    assert bench.round_trip(1, 3 * BLOCK + 1, 4097)
+    stats = bench.engine.stats()
+    assert stats.buffered_blocks == stats.read_blocks + stats.written_blocks
 
 
 def test_a_file_in_memory_is_buffered(make_bench: MakeBench, native_backend: str) -> None:

@@ -167,7 +167,7 @@ def test_what_cannot_be_measured_is_refused_in_words(
 def test_a_named_backend_that_cannot_be_had_is_an_error(
     bench: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(config: AioConfig, faults: Faults | None) -> object:
+    def refused(config: AioConfig) -> object:
         return open_engine(config, faults=Faults(refuse_uring_errno=errno.EPERM))
 
     monkeypatch.setattr(lane_module, "open_engine", refused)

@@ -38,6 +38,7 @@ class Options(Pointer):
     threads: int
     backend: int
     max_files: int
+    direct: int
     faults: FaultsStruct
 
 class Request(Pointer):
@@ -115,6 +116,8 @@ class Ffi:
 class Lib:
     AIO_READ: Final[int]
     AIO_WRITE: Final[int]
+    AIO_DIRECT_AUTO: Final[int]
+    AIO_DIRECT_OFF: Final[int]
     AIO_PAGES_AUTO: Final[int]
     AIO_PAGES_SMALL: Final[int]
     AIO_PAGES_TRANSPARENT: Final[int]

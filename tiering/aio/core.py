@@ -349,6 +349,7 @@ def _options(config: AioConfig, faults: Faults) -> Options:
     options.threads = config.threads
     options.backend = BACKENDS[config.backend]
     options.max_files = config.max_files
+    options.direct = lib.AIO_DIRECT_OFF if config.direct == "off" else lib.AIO_DIRECT_AUTO
     options.faults.refuse_uring_errno = faults.refuse_uring_errno
     options.faults.refuse_register_errno = faults.refuse_register_errno
     options.faults.refuse_direct_errno = faults.refuse_direct_errno
