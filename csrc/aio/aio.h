@@ -52,10 +52,11 @@ struct aio_fault_rule {
 
 /* Faults for tests; all zero means none. */
 struct aio_faults {
-	int32_t refuse_uring_errno;     /* ring set-up fails with this errno */
-	int32_t refuse_register_errno;  /* buffer registration fails with this errno */
-	int32_t refuse_direct_errno;    /* opening with O_DIRECT fails with this errno */
-	uint32_t force_alignment_bytes; /* alignment reported for direct I/O */
+	int32_t refuse_uring_errno;            /* ring set-up fails with this errno */
+	int32_t refuse_register_errno;         /* buffer registration fails with this errno */
+	int32_t refuse_direct_errno;           /* opening with O_DIRECT fails with this errno */
+	uint32_t force_alignment_bytes;        /* alignment reported for direct I/O */
+	uint32_t force_memory_alignment_bytes; /* of addresses; 0: as the one above */
 	uint64_t max_transfer_bytes;    /* cap on one kernel transfer; 0: the built-in 1 GiB */
 	struct aio_fault_rule rules[8]; /* the first rule that matches an operation acts */
 };

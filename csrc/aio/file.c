@@ -117,6 +117,8 @@ static int open_direct(struct file *file, const char *name, const struct stat *s
 	}
 	if (faults->force_alignment_bytes)
 		memory_align = align = faults->force_alignment_bytes;
+	if (faults->force_memory_alignment_bytes)
+		memory_align = faults->force_memory_alignment_bytes;
 	file->fds[DIRECT] = fd;
 	file->memory_align = memory_align;
 	file->align = max_u32(align, cache_unit(status));

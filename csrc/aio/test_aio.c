@@ -198,6 +198,7 @@ static void test_delays_and_alignments(uint32_t backend)
 		struct aio_options options = options_of(backend);
 
 		options.faults.force_alignment_bytes = aligns[i];
+		options.faults.force_memory_alignment_bytes = i % 2 ? 512 : 0;
 		options.faults.rules[0] = (struct aio_fault_rule){AIO_FAULT_DELAY, BOTH, 1, 3, 200};
 		run(options);
 	}

@@ -44,6 +44,8 @@ def test_faults_are_checked_too() -> None:
         Faults(rules=(FaultRule(FaultAction.SHORT),) * 9)
     with pytest.raises(ConfigError, match="power of two"):
         Faults(force_alignment_bytes=1000)
+    with pytest.raises(ConfigError, match="force_memory_alignment_bytes must be a power of two"):
+        Faults(force_memory_alignment_bytes=1000)
 
 
 def build_settings(**environment: str) -> subprocess.CompletedProcess[str]:

@@ -29,6 +29,7 @@ class FaultsStruct:
     refuse_register_errno: int
     refuse_direct_errno: int
     force_alignment_bytes: int
+    force_memory_alignment_bytes: int
     max_transfer_bytes: int
     rules: Sequence[FaultRuleStruct]
 

@@ -120,6 +120,7 @@ class Faults:
         refuse_register_errno: registering memory fails with this errno.
         refuse_direct_errno: opening a file with O_DIRECT fails with this errno.
         force_alignment_bytes: alignment the kernel is taken to report for direct I/O.
+        force_memory_alignment_bytes: the same of addresses alone; 0: as the one above.
         max_transfer_bytes: cap on one kernel transfer; 0: 1 GiB.
         rules: at most 8; the first that hits an operation acts.
     """
@@ -128,16 +129,17 @@ class Faults:
     refuse_register_errno: int = 0
     refuse_direct_errno: int = 0
     force_alignment_bytes: int = 0
+    force_memory_alignment_bytes: int = 0
     max_transfer_bytes: int = 0
     rules: tuple[FaultRule, ...] = field(default=())
 
     def __post_init__(self) -> None:
         if len(self.rules) > _RULES_MAX:
             raise ConfigError(f"at most {_RULES_MAX} fault rules, got {len(self.rules)}")
-        if self.force_alignment_bytes and not _is_power_of_two(self.force_alignment_bytes):
-            raise ConfigError(
-                f"force_alignment_bytes must be a power of two, got {self.force_alignment_bytes}"
-            )
+        for name in ("force_alignment_bytes", "force_memory_alignment_bytes"):
+            value: int = getattr(self, name)
+            if value and not _is_power_of_two(value):
+                raise ConfigError(f"{name} must be a power of two, got {value}")
 
 
 @dataclass(frozen=True)

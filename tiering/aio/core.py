@@ -354,6 +354,7 @@ def _options(config: AioConfig, faults: Faults) -> Options:
     options.faults.refuse_register_errno = faults.refuse_register_errno
     options.faults.refuse_direct_errno = faults.refuse_direct_errno
     options.faults.force_alignment_bytes = faults.force_alignment_bytes
+    options.faults.force_memory_alignment_bytes = faults.force_memory_alignment_bytes
     options.faults.max_transfer_bytes = faults.max_transfer_bytes
     for index, wanted in enumerate(faults.rules):
         rule = options.faults.rules[index]
