@@ -69,10 +69,14 @@ def test_a_forked_child_gets_an_exception_and_the_parent_goes_on(
 ) -> None:
     """Whatever the child calls; closing there does nothing."""
     bench = make_bench(backend)
+    ended = bench.write(0, 4096, 0)
+    ended.wait()
     transfer = bench.write(0, 2**20, 0)
 
     def is_refused() -> bool:
         for call in (
+            ended.wait,
+            ended.done,
             lambda: bench.write(0, 4096, 0),
             lambda: bench.engine.open(bench.file.path),
             bench.file.close,

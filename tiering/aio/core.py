@@ -132,6 +132,7 @@ class Core:
 
     def wait(self, flight: NativeFlight, timeout_s: float | None) -> None:
         """Return when it has ended, well or not."""
+        self._check_process()
         if not self._await(flight, _deadline(timeout_s)):
             raise flight.timeout(timeout_s, self._done_bytes(flight))
 
