@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiering.aio import PinnedMemory
+from tiering.aio import PinnedMemory, open_engine
 from tiering.aio import memory as aio_memory
 from tiering.aio import pages as aio_pages
 from tiering.errors import ConfigError
@@ -171,6 +171,29 @@ def test_reserved_huge_pages_are_taken_where_enough_are_free_and_given_back(
     del buffer
     gc.collect()
     assert free_in_reserve() == before
+
+
+def test_reserved_huge_pages_carry_the_same_bytes_registered_and_not(
+    mapping: str, reserve: int, tmp_path: Path
+) -> None:
+    """To a drive they are memory like any other, at any address."""
+    if mapping == "PythonPages":
+        pytest.skip("Python's own mapping takes none")
+    path = tmp_path / "data.bin"
+    path.touch()
+    memory = PinnedMemory(8 * reserve)
+    assert memory.page_kind == "reserved"
+    nbytes, half = 3 * reserve + 517, 4 * reserve
+    with open_engine() as engine:
+        file = engine.open(str(path))
+        for at, is_registered in ((0, False), (4096, True), (513, True)):
+            if is_registered:
+                engine.register(memory)
+            data = os.urandom(nbytes)
+            memory.buffer(at, nbytes)[:] = data
+            write = engine.write(file, memory, at=at, nbytes=nbytes, offset=4096)
+            engine.read(file, memory, at=half + at, nbytes=nbytes, offset=4096, after=write).wait()
+            assert bytes(memory.buffer(half + at, nbytes)) == data
 
 
 def test_a_reserve_that_is_too_small_is_left_alone(mapping: str, reserve: int) -> None:
