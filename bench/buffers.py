@@ -13,21 +13,17 @@ the pages it was measured on says little.
 from __future__ import annotations
 
 import mmap
-from pathlib import Path
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from bench.job import Pages
 from tiering.aio import PinnedMemory
-from tiering.errors import ConfigError
 from tiering.sizes import format_bytes
 
 _MIB: Final = 2**20
 _UNLIKE_BYTES: Final = 64 * _MIB  # further than any drive looks back to compress
-_PAGEMAP: Final = Path("/proc/self/pagemap")
-_FRAME_MASK: Final = 2**55 - 1  # of an entry of the page map; 0 for readers without the right
 
 
 class PageFacts(NamedTuple):
@@ -36,18 +32,22 @@ class PageFacts(NamedTuple):
     Args:
         asked: huge or small.
         mapped_bytes: all of it.
-        huge_bytes: of it on huge pages.
+        huge_bytes: of it on huge pages of either kind.
+        reserved_bytes: of those on huge pages the system keeps in reserve.
         runs_per_mib: physically contiguous pieces a MiB, on average; None where only root may look.
     """
 
     asked: Pages
     mapped_bytes: int
     huge_bytes: int
+    reserved_bytes: int
     runs_per_mib: float | None
 
     def describe(self) -> str:
         """In words."""
-        if self.huge_bytes == self.mapped_bytes:
+        if self.reserved_bytes == self.mapped_bytes:
+            text = f"reserved huge pages, all {format_bytes(self.mapped_bytes)}"
+        elif self.huge_bytes == self.mapped_bytes:
             text = f"huge pages, all {format_bytes(self.mapped_bytes)}"
         elif self.huge_bytes:
             text = (
@@ -60,60 +60,6 @@ class PageFacts(NamedTuple):
         if self.runs_per_mib is None:
             return f"{text}; contiguity unknown (only root may read the page map)"
         return f"{text}; {self.runs_per_mib:.1f} physical runs a MiB"
-
-
-class _Mapping(Protocol):
-    """Memory of which we know the pages."""
-
-    @property
-    def address(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
-    def array(self) -> npt.NDArray[np.uint8]:
-        """All of it."""
-        ...
-
-    def huge_bytes(self) -> int:
-        """Of it on huge pages."""
-        ...
-
-
-class _HugePages:
-    """Memory as the engine's users get it."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._memory = PinnedMemory(nbytes)
-        self.address = self._memory.address
-        self.nbytes = nbytes
-
-    def array(self) -> npt.NDArray[np.uint8]:
-        return np.frombuffer(memoryview(self._memory.buffer()), dtype=np.uint8)
-
-    def huge_bytes(self) -> int:
-        return min(self._memory.page_report().huge_bytes, self.nbytes)
-
-
-class _SmallPages:
-    """Memory that refuses huge pages."""
-
-    def __init__(self, nbytes: int) -> None:
-        try:
-            self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot have {format_bytes(nbytes)} of memory: {error.strerror}; ask for less"
-            ) from error
-        self._map.madvise(mmap.MADV_NOHUGEPAGE)
-        self._map.madvise(mmap.MADV_DONTFORK)
-        self._array = np.frombuffer(self._map, dtype=np.uint8)
-        self.address = int(self._array.ctypes.data)
-        self.nbytes = nbytes
-
-    def array(self) -> npt.NDArray[np.uint8]:
-        return self._array
-
-    def huge_bytes(self) -> int:
-        return 0
 
 
 class Buffer:
@@ -132,10 +78,11 @@ class Buffer:
     """
 
     def __init__(self, area_bytes: int, areas: int, *, pages: Pages, seed: int) -> None:
-        kind = _HugePages if pages == "huge" else _SmallPages
-        self._mapping: _Mapping = kind(area_bytes * areas)
+        self._memory = PinnedMemory(
+            area_bytes * areas, pages="small" if pages == "small" else "auto"
+        )
         self._pages: Pages = pages
-        self._array = self._mapping.array()
+        self._array = np.frombuffer(memoryview(self._memory.buffer()), dtype=np.uint8)
         self.area_bytes = area_bytes
         self.landing_at = area_bytes * (areas - 1)
         self._array[area_bytes:] = 0
@@ -144,12 +91,12 @@ class Buffer:
     @property
     def address(self) -> int:
         """First byte."""
-        return self._mapping.address
+        return self._memory.address
 
     @property
     def nbytes(self) -> int:
         """Bytes of all areas."""
-        return self._mapping.nbytes
+        return self._memory.nbytes
 
     def source_at(self, offset: int) -> int:
         """Where the data of a file offset stands in the memory."""
@@ -172,11 +119,13 @@ class Buffer:
 
     def page_facts(self) -> PageFacts:
         """What memory it got."""
+        report = self._memory.page_report()
         return PageFacts(
             asked=self._pages,
             mapped_bytes=self.nbytes,
-            huge_bytes=self._mapping.huge_bytes(),
-            runs_per_mib=_runs_per_mib(self.address, self.nbytes),
+            huge_bytes=min(report.huge_bytes, self.nbytes),
+            reserved_bytes=min(report.reserved_bytes, self.nbytes),
+            runs_per_mib=report.runs_per_mib,
         )
 
 
@@ -190,20 +139,3 @@ def _fill(array: npt.NDArray[np.uint8], seed: int) -> None:
         piece[:] = np.frombuffer(random.bytes(len(piece)), dtype=np.uint8)
     for at in range(len(unlike), len(array), len(unlike)):
         array[at : at + len(unlike)] = unlike
-
-
-def _runs_per_mib(address: int, nbytes: int) -> float | None:
-    """Physically contiguous pieces a MiB, on average over the whole MiB of a piece of memory."""
-    pages_a_mib = _MIB // mmap.PAGESIZE
-    mibs = nbytes // _MIB
-    try:
-        with _PAGEMAP.open("rb", buffering=0) as file:
-            file.seek(address // mmap.PAGESIZE * 8)
-            raw = file.read(mibs * pages_a_mib * 8)
-    except OSError:
-        return None
-    frames = np.frombuffer(raw, dtype=np.uint64) & np.uint64(_FRAME_MASK)
-    if not mibs or len(frames) < mibs * pages_a_mib or not frames.any():
-        return None
-    steps = np.diff(frames.reshape(mibs, pages_a_mib).astype(np.int64), axis=1)
-    return float(1 + (steps != 1).sum(axis=1).mean())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import platform
 import resource
@@ -167,13 +166,10 @@ def cache_note(lane: Lane, *, read_bytes: int) -> str:
 
 def _why_not_direct(lane: Lane) -> str:
     info = lane.file.info
-    if info.direct:
-        return ""
-    if lane.job.cache == "buffered":
-        return "not asked for"
-    name = errno.errorcode.get(info.direct_errno, str(info.direct_errno))
+    if info.direct or not info.direct_errno:
+        return info.why_not_direct
     kind = lane.place.folder.file_system() or "this"
-    return f"refused by the {kind} file system ({name}: {os.strerror(info.direct_errno)})"
+    return f"{info.why_not_direct} by the {kind} file system"
 
 
 def drive_of(path: Path) -> str:

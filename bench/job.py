@@ -108,6 +108,7 @@ class Job:
             queue_depth=self.queue_depth,
             threads=self.threads,
             backend=self.backend,
+            direct="off" if self.cache == "buffered" else "auto",
             max_files=1,
         )
 

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 from bench.buffers import Buffer
 from bench.job import Job
-from tiering.aio import AioStats, AioTransfer, AnyEngine, Faults, PureTransfer, open_engine
+from tiering.aio import AioStats, AioTransfer, AnyEngine, PureTransfer, open_engine
 from tiering.aio.backend import File, Transfer
 from tiering.errors import ConfigError, SpaceError
 from tiering.folder import SwapFolder
@@ -155,9 +155,7 @@ class Lane:
         self.place = place
         self.buffer = buffer
         self.job = job
-        # The engine itself has no setting for going through the page cache.
-        refused = Faults(refuse_direct_errno=errno.EOPNOTSUPP) if job.cache == "buffered" else None
-        self._engine: AnyEngine = open_engine(job.config(), faults=refused)
+        self._engine: AnyEngine = open_engine(job.config())
         self._file = self._engine.open(os.fspath(place.file))
         if job.registration == "registered":
             self._engine.register(buffer)

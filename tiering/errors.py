@@ -7,7 +7,9 @@ remedy.
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 
 
 class TieringError(Exception):
@@ -36,6 +38,11 @@ class TransferError(TieringError, OSError):
     def __init__(self, message: str, *, errno: int, path: str) -> None:
         super().__init__(errno, message, path)
         self.message = message
+
+    def __reduce__(self) -> tuple[Callable[[str], TransferError], tuple[str]]:
+        """Let it go to another process, as a worker's errors do."""
+        remake = functools.partial(type(self), errno=self.errno or 0, path=self.filename)
+        return remake, (self.message,)
 
     def __str__(self) -> str:
         return f"{self.message}: {os.strerror(self.errno or 0)}"

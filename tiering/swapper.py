@@ -383,8 +383,12 @@ class TensorSwapper:
                 self._tier.delete(key)
 
     def keys(self) -> list[str]:
-        """All keys, in the order they first came."""
-        with self._lock:
+        """All keys, in the order they first came.
+
+        Raises:
+            EngineClosedError: the swapper was closed or belongs to another process.
+        """
+        with self._in_use():
             return list(self._stored)
 
     def stats(self) -> SwapperStats:

@@ -31,6 +31,8 @@ enum aio_op { AIO_READ = 0, AIO_WRITE = 1 };
 
 enum aio_backend { AIO_BACKEND_AUTO = 0, AIO_BACKEND_URING = 1, AIO_BACKEND_THREADS = 2 };
 
+enum aio_direct { AIO_DIRECT_AUTO = 0, AIO_DIRECT_OFF = 1 };
+
 enum aio_fault_action {
 	AIO_FAULT_NONE = 0,
 	AIO_FAULT_SHORT = 1,   /* the kernel moves at most `value` bytes for this operation */
@@ -50,10 +52,11 @@ struct aio_fault_rule {
 
 /* Faults for tests; all zero means none. */
 struct aio_faults {
-	int32_t refuse_uring_errno;     /* ring set-up fails with this errno */
-	int32_t refuse_register_errno;  /* buffer registration fails with this errno */
-	int32_t refuse_direct_errno;    /* opening with O_DIRECT fails with this errno */
-	uint32_t force_alignment_bytes; /* alignment reported for direct I/O */
+	int32_t refuse_uring_errno;            /* ring set-up fails with this errno */
+	int32_t refuse_register_errno;         /* buffer registration fails with this errno */
+	int32_t refuse_direct_errno;           /* opening with O_DIRECT fails with this errno */
+	uint32_t force_alignment_bytes;        /* alignment reported for direct I/O */
+	uint32_t force_memory_alignment_bytes; /* of addresses; 0: as the one above */
 	uint64_t max_transfer_bytes;    /* cap on one kernel transfer; 0: the built-in 1 GiB */
 	struct aio_fault_rule rules[8]; /* the first rule that matches an operation acts */
 };
@@ -64,6 +67,7 @@ struct aio_options {
 	uint32_t threads;     /* workers of the thread backend a path; 0: min(queue_depth, 16) */
 	uint32_t backend; /* enum aio_backend; AUTO falls back, an explicit choice fails instead */
 	uint32_t max_files; /* most files open at once a path (the registered table): 1..65536 */
+	uint32_t direct;    /* enum aio_direct; OFF: everything through the page cache, by choice */
 	struct aio_faults faults;
 };
 
@@ -93,7 +97,7 @@ struct aio_result {
 
 struct aio_file_info {
 	uint32_t direct;      /* 1: O_DIRECT is in effect */
-	int32_t direct_errno; /* why not, when direct is 0 */
+	int32_t direct_errno; /* why not, when direct is 0; 0: it was not asked for */
 	uint32_t
 	        memory_align_bytes; /* what a buffer's address must be a multiple of to go direct */
 	uint32_t offset_align_bytes; /* likewise for file offset and length; at least a page and a
@@ -124,13 +128,21 @@ struct aio_stats {
 	uint64_t waited_ns; /* and how long they did */
 };
 
+/* What memory is made of: AUTO and SMALL can be asked for, the others are what AUTO may get. */
+enum aio_pages {
+	AIO_PAGES_AUTO = 0,        /* the last of the following that can be had */
+	AIO_PAGES_SMALL = 1,       /* ordinary pages, and huge ones refused when asked for */
+	AIO_PAGES_TRANSPARENT = 2, /* huge pages where the kernel finds some, else ordinary ones */
+	AIO_PAGES_RESERVED = 3     /* huge pages only, of those the system keeps in reserve */
+};
+
 /* Anonymous memory for paged bytes: as contiguous as the machine gives, touched once, and not
  * inherited by forked children. */
 struct aio_memory {
 	void *address;       /* aligned to huge_bytes when it is not 0, else to a page */
 	uint64_t bytes;      /* mapped; >= asked */
-	uint64_t huge_bytes; /* size of the huge page asked for; 0 where the kernel has none or the
-	                        mapping is smaller than one */
+	uint64_t huge_bytes; /* size of a huge page of the kind in `pages`; 0 for SMALL */
+	uint32_t pages;      /* enum aio_pages, never AUTO */
 	int32_t owner;       /* process that mapped it; a forked child leaves it alone */
 };
 
@@ -178,7 +190,9 @@ uint64_t aio_ended_count(struct aio *aio);
  * urgent by it. 0, or -ETIME. */
 int aio_wait_ended(struct aio *aio, uint64_t seen, int64_t timeout_us);
 
-int aio_memory_map(uint64_t bytes, struct aio_memory *out);
+/* pages: AIO_PAGES_AUTO or AIO_PAGES_SMALL. All of it is there when this returns: memory that is
+ * lacking is an error here and no signal later. */
+int aio_memory_map(uint64_t bytes, uint32_t pages, struct aio_memory *out);
 int aio_memory_unmap(struct aio_memory *memory);
 
 /* 1: this build has the io_uring backend; 0: it was built with the thread backend alone. */

@@ -30,6 +30,7 @@ static bool is_power_of_two(uint64_t n)
 static int check_options(const struct aio_options *options)
 {
 	uint32_t align = options->faults.force_alignment_bytes;
+	uint32_t memory_align = options->faults.force_memory_alignment_bytes;
 
 	if (!is_power_of_two(options->block_bytes) || options->block_bytes < BLOCK_BYTES_MIN ||
 	    options->block_bytes > BLOCK_BYTES_MAX)
@@ -39,6 +40,10 @@ static int check_options(const struct aio_options *options)
 	if (options->threads > THREADS_MAX || options->backend > AIO_BACKEND_THREADS)
 		return -EINVAL;
 	if (!options->max_files || options->max_files > AIO_FILES_MAX)
+		return -EINVAL;
+	if (options->direct > AIO_DIRECT_OFF)
+		return -EINVAL;
+	if (memory_align && !is_power_of_two(memory_align))
 		return -EINVAL;
 	return align && !is_power_of_two(align) ? -EINVAL : 0;
 }

@@ -117,6 +117,8 @@ static int open_direct(struct file *file, const char *name, const struct stat *s
 	}
 	if (faults->force_alignment_bytes)
 		memory_align = align = faults->force_alignment_bytes;
+	if (faults->force_memory_alignment_bytes)
+		memory_align = faults->force_memory_alignment_bytes;
 	file->fds[DIRECT] = fd;
 	file->memory_align = memory_align;
 	file->align = max_u32(align, cache_unit(status));
@@ -201,13 +203,13 @@ int file_open(struct path *path, const char *name, struct aio_file_info *info)
 	int why = 0;
 	int rc = open_buffered(&file, name, &status);
 
-	if (!rc) {
+	if (!rc && aio->options.direct != AIO_DIRECT_OFF) {
 		why = open_direct(&file, name, &status, &aio->options.faults);
 		rc = why < 0 ? why : 0;
 	}
 	file.block_bytes =
 	        aio->options.block_bytes > file.align ? aio->options.block_bytes : file.align;
-	*info = (struct aio_file_info){.direct = !why,
+	*info = (struct aio_file_info){.direct = file.fds[DIRECT] >= 0,
 	                               .direct_errno = why,
 	                               .memory_align_bytes = file.memory_align,
 	                               .offset_align_bytes = file.align};

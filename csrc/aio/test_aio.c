@@ -55,7 +55,7 @@ static void set_up(struct bench *bench, const struct aio_options *options)
 	memset(bench, 0, sizeof(*bench));
 	CHECK(aio_open(options, &bench->aio) == 0);
 	CHECK(aio_path_add(bench->aio) == 0);
-	CHECK(aio_memory_map(MEMORY_BYTES, &bench->memory) == 0);
+	CHECK(aio_memory_map(MEMORY_BYTES, AIO_PAGES_AUTO, &bench->memory) == 0);
 	bench->bytes = bench->memory.address;
 	for (uint64_t i = 0; i < HALF; i++)
 		bench->bytes[i] = (char)(i * 2654435761u >> 13);
@@ -199,6 +199,7 @@ static void test_delays_and_alignments(uint32_t backend)
 		struct aio_options options = options_of(backend);
 
 		options.faults.force_alignment_bytes = aligns[i];
+		options.faults.force_memory_alignment_bytes = i % 2 ? 512 : 0;
 		options.faults.rules[0] = (struct aio_fault_rule){AIO_FAULT_DELAY, BOTH, 1, 3, 200};
 		run(options);
 	}
@@ -215,6 +216,22 @@ static void test_refusals(uint32_t backend)
 	CHECK(!bench.info.direct && bench.info.direct_errno == EINVAL);
 	CHECK(stats_of(&bench).registered_bytes == 0 && stats_of(&bench).register_errno == ENOMEM);
 	round_trips(&bench);
+	tear_down(&bench);
+}
+
+/* Through the page cache by choice is no refusal. */
+static void test_direct_off(uint32_t backend)
+{
+	struct aio_options options = options_of(backend);
+	struct bench bench;
+
+	options.direct = AIO_DIRECT_OFF;
+	set_up(&bench, &options);
+	CHECK(!bench.info.direct && !bench.info.direct_errno);
+	CHECK(bench.info.memory_align_bytes == 1 && bench.info.offset_align_bytes == 1);
+	round_trips(&bench);
+	CHECK(stats_of(&bench).buffered_blocks ==
+	      stats_of(&bench).read_blocks + stats_of(&bench).written_blocks);
 	tear_down(&bench);
 }
 
@@ -346,6 +363,9 @@ static void test_bad_arguments(uint32_t backend)
 	CHECK(aio_open(&options, &none) == -EINVAL);
 	options = options_of(backend);
 	options.block_bytes = 5000;
+	CHECK(aio_open(&options, &none) == -EINVAL);
+	options = options_of(backend);
+	options.direct = AIO_DIRECT_OFF + 1;
 	CHECK(aio_open(&options, &none) == -EINVAL);
 	options = options_of(backend);
 	set_up(&bench, &options);
@@ -571,15 +591,38 @@ static void test_explicit_refusal(void)
 	CHECK(aio_close(aio, -1) == 0);
 }
 
-static void test_memory(void)
+/* Memory that can be had is there, zeroed, and made of what it says. */
+static void check_memory(uint64_t bytes, uint32_t pages)
 {
 	struct aio_memory memory;
+	uint64_t unit;
 
-	CHECK(aio_memory_map(0, &memory) == -EINVAL);
-	CHECK(aio_memory_map(UINT64_C(1) << 60, &memory) == -ENOMEM);
-	CHECK(aio_memory_map(1, &memory) == 0);
+	CHECK(aio_memory_map(bytes, pages, &memory) == 0);
+	unit = memory.huge_bytes ? memory.huge_bytes : 4096;
+	CHECK((memory.pages == AIO_PAGES_SMALL) == !memory.huge_bytes);
+	CHECK(pages == AIO_PAGES_AUTO || memory.pages == AIO_PAGES_SMALL);
+	CHECK((uintptr_t)memory.address % unit == 0);
+	CHECK(memory.bytes >= bytes && memory.bytes % unit == 0);
+	for (uint64_t at = 0; at < memory.bytes; at += 4096)
+		CHECK(!((char *)memory.address)[at]);
+	memset(memory.address, 1, memory.bytes);
 	CHECK(aio_memory_unmap(&memory) == 0);
 	CHECK(aio_memory_unmap(&memory) == 0);
+}
+
+static void test_memory(void)
+{
+	static const uint64_t sizes[] = {1, 4097, 2 << 20, (5 << 20) + 1, 64 << 20};
+	struct aio_memory memory;
+
+	CHECK(aio_memory_map(0, AIO_PAGES_AUTO, &memory) == -EINVAL);
+	CHECK(aio_memory_map(1, AIO_PAGES_TRANSPARENT, &memory) == -EINVAL);
+	CHECK(aio_memory_map(UINT64_C(1) << 60, AIO_PAGES_AUTO, &memory) == -ENOMEM);
+	CHECK(aio_memory_map(UINT64_C(1) << 60, AIO_PAGES_SMALL, &memory) == -ENOMEM);
+	for (size_t i = 0; i < sizeof(sizes) / sizeof(*sizes); i++) {
+		check_memory(sizes[i], AIO_PAGES_AUTO);
+		check_memory(sizes[i], AIO_PAGES_SMALL);
+	}
 }
 
 #define TEST(name) {#name, test_##name}
@@ -594,6 +637,7 @@ static const struct {
         TEST(short_transfers),
         TEST(delays_and_alignments),
         TEST(refusals),
+        TEST(direct_off),
         TEST(no_progress),
         TEST(persistent_refusal),
         TEST(end_of_file),

@@ -95,7 +95,7 @@ def _present(name: str, has_uring: bool) -> str:
     return name
 
 
-def start_engine(backend: str, *, faults: Faults | None = None, **options: int) -> AnyEngine:
+def start_engine(backend: str, *, faults: Faults | None = None, **options: int | str) -> AnyEngine:
     """An engine of the backend with that name."""
     if backend == "python":
         return PureEngine(AioConfig(**options))
@@ -117,7 +117,11 @@ def make_bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeBench]:
     made: list[Bench] = []
 
     def make(
-        backend: str, *, faults: Faults | None = None, folder: Path | None = None, **options: int
+        backend: str,
+        *,
+        faults: Faults | None = None,
+        folder: Path | None = None,
+        **options: int | str,
     ) -> Bench:
         path = (folder or tmp_path_factory.mktemp("aio")) / "data.bin"
         path.touch()

@@ -29,6 +29,7 @@ ROOT = Path(__file__).parents[2]
         ("max_files", 0),
         ("max_files", 65537),
         ("backend", "aio"),
+        ("direct", "on"),
     ],
 )
 def test_a_setting_that_cannot_work_is_named_with_its_value(setting: str, value: int | str) -> None:
@@ -43,6 +44,8 @@ def test_faults_are_checked_too() -> None:
         Faults(rules=(FaultRule(FaultAction.SHORT),) * 9)
     with pytest.raises(ConfigError, match="power of two"):
         Faults(force_alignment_bytes=1000)
+    with pytest.raises(ConfigError, match="force_memory_alignment_bytes must be a power of two"):
+        Faults(force_memory_alignment_bytes=1000)
 
 
 def build_settings(**environment: str) -> subprocess.CompletedProcess[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import pickle
 import signal
 import threading
 import warnings
@@ -103,6 +104,16 @@ def test_a_full_drive_has_its_own_exception(make_bench: MakeBench, native_backen
     full = FaultRule(FaultAction.ERRNO, value=errno.ENOSPC)
     with pytest.raises(SpaceError):
         make_bench(native_backend, faults=rules(full)).write(0, 4096, 0).wait()
+
+
+@pytest.mark.parametrize("kind", [TransferError, SpaceError, TransferTimeoutError])
+def test_an_error_can_be_sent_to_another_process(kind: type[TransferError]) -> None:
+    """A pool of workers hangs on an exception that cannot be made again."""
+    error = kind("write of 5 bytes failed", errno=errno.ENOSPC, path="/drive/file")
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is kind
+    assert str(again) == str(error)
+    assert (again.errno, again.filename) == (errno.ENOSPC, "/drive/file")
 
 
 def test_a_lost_completion_ends_in_a_timeout_and_close_ends_all_the_same(

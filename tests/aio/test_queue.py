@@ -235,14 +235,14 @@ def test_what_is_waited_for_overtakes_what_nobody_waits_for(
     """The read that was started last, and is waited for, ends before all that stood before it."""
     hold = Faults(rules=(FaultRule(FaultAction.DELAY, value=200_000, first=1),))
     bench = make_bench(native_backend, queue_depth=1, faults=hold)
-    ahead = [bench.write(0, PAGE, 0)]  # holds up all others
-    ahead += [bench.read(i * PAGE, PAGE, 0) for i in range(20)]
-    ahead += [bench.write(i * PAGE, PAGE, i * PAGE) for i in range(20)]
-    demand = bench.read(30 * PAGE, PAGE, 0)
+    held = bench.write(0, PAGE, 0)
+    ahead = [bench.read(i * PAGE, PAGE, 0, after=held) for i in range(20)]
+    ahead += [bench.write(i * PAGE, PAGE, i * PAGE, after=held) for i in range(20)]
+    demand = bench.read(30 * PAGE, PAGE, 0, after=held)
     demand.wait()
     for transfer in ahead:
         transfer.wait()
-    assert all(transfer.queue_s > demand.queue_s for transfer in ahead[1:])
+    assert all(transfer.queue_s > demand.queue_s for transfer in ahead)
 
 
 def test_what_a_demanded_read_waits_for_overtakes_too(
@@ -251,12 +251,13 @@ def test_what_a_demanded_read_waits_for_overtakes_too(
     """To wait for the end of a chain hurries all of the chain."""
     hold = Faults(rules=(FaultRule(FaultAction.DELAY, value=200_000, first=1),))
     bench = make_bench(native_backend, queue_depth=1, faults=hold)
-    ahead = [bench.write(0, PAGE, 0), *(bench.write(i * PAGE, PAGE, 0) for i in range(20))]
-    written = bench.write(64 * PAGE, PAGE, PAGE)
+    held = bench.write(0, PAGE, 0)
+    ahead = [bench.write(i * PAGE, PAGE, 0, after=held) for i in range(20)]
+    written = bench.write(64 * PAGE, PAGE, PAGE, after=held)
     bench.read(64 * PAGE, PAGE, PAGE, after=written).wait()
     for transfer in ahead:
         transfer.wait()
-    assert all(transfer.queue_s > written.queue_s for transfer in ahead[1:])
+    assert all(transfer.queue_s > written.queue_s for transfer in ahead)
     assert bench.is_same(64 * PAGE, PAGE)
 
 

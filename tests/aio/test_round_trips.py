@@ -136,6 +136,30 @@ def test_the_alignment_that_is_reported_is_respected(
     assert bench.engine.stats().buffered_blocks > 0
 
 
+@pytest.mark.parametrize(
+    ("memory", "offset"), [(512, 4096), (4096, 512), (65536, 4096), (512, 65536)]
+)
+def test_memory_and_file_may_be_aligned_differently(
+    make_bench: MakeBench, native_backend: str, memory: int, offset: int
+) -> None:
+    """Each counts by itself: what meets both goes direct, what misses one does not."""
+    faults = Faults(force_alignment_bytes=offset, force_memory_alignment_bytes=memory)
+    bench = make_bench(native_backend, faults=faults, block_bytes=65536)
+    if not bench.info.direct:
+        pytest.skip("the temporary folder has no direct I/O")
+    assert bench.info.memory_align_bytes == memory
+    assert bench.info.offset_align_bytes == max(offset, os.sysconf("SC_PAGESIZE"))
+    assert bench.round_trip(memory, 3 * 65536, 65536)
+    assert bench.engine.stats().buffered_blocks == 0
+    assert bench.round_trip(memory // 2, 65536, 65536)
+    crooked = bench.engine.stats().buffered_blocks
+    assert crooked > 0
+    assert bench.round_trip(memory, 65536, offset // 2)
+    assert bench.engine.stats().buffered_blocks > crooked
+    for at in (0, 1, memory // 2, memory):
+        assert bench.round_trip(at, 3 * 65536 + 517, offset // 2 + 1)
+
+
 def test_an_aligned_request_with_a_ragged_end_goes_direct_but_for_the_end(
     make_bench: MakeBench, backend: str
 ) -> None:
@@ -152,7 +176,20 @@ def test_a_refusal_of_direct_io_is_not_an_error(make_bench: MakeBench, native_ba
     """The file is used through the page cache and says why."""
     bench = make_bench(native_backend, faults=Faults(refuse_direct_errno=errno.EINVAL))
     assert (bench.info.direct, bench.info.direct_errno) == (False, errno.EINVAL)
+    assert bench.info.why_not_direct == "refused (EINVAL: Invalid argument)"
     assert bench.round_trip(0, 3 * BLOCK + 1, 0)
+
+
+def test_direct_io_can_be_done_without(make_bench: MakeBench, backend: str) -> None:
+    """By choice, on a file system that has it: the file says so, and nobody warns."""
+    bench = make_bench(backend, direct="off")
+    assert (bench.info.direct, bench.info.direct_errno) == (False, 0)
+    assert (bench.info.memory_align_bytes, bench.info.offset_align_bytes) == (1, 1)
+    assert bench.info.why_not_direct == "not asked for"
+    assert bench.round_trip(0, 3 * BLOCK, 0)
+    assert bench.round_trip(1, 3 * BLOCK + 1, 4097)
+    stats = bench.engine.stats()
+    assert stats.buffered_blocks == stats.read_blocks + stats.written_blocks
 
 
 def test_a_file_in_memory_is_buffered(make_bench: MakeBench, native_backend: str) -> None:

@@ -87,7 +87,7 @@ def test_data_is_that_of_its_seed_and_differences_are_found(pages: str) -> None:
     buffer = Buffer(2**21, 2, pages=pages, seed=3)
     same = Buffer(2**21, 2, pages="small", seed=3)
     other = Buffer(2**21, 2, pages="small", seed=4)
-    data = [bytes(one._mapping.array()[: 2**21]) for one in (buffer, same, other)]
+    data = [bytes(one._array[: 2**21]) for one in (buffer, same, other)]
     assert data[0] == data[1] != data[2]
     offset = 5 * 2**21 + 4096
     assert buffer.first_difference(offset, 4096) == offset  # nothing was read yet
@@ -102,7 +102,7 @@ def test_data_is_that_of_its_seed_and_differences_are_found(pages: str) -> None:
 
 def test_random_data_does_not_repeat_soon() -> None:
     buffer = Buffer(2**22, 1, pages="small", seed=0)
-    array = buffer._mapping.array().reshape(-1, 4096)
+    array = buffer._array.reshape(-1, 4096)
     assert len({row.tobytes() for row in array}) == len(array)
 
 

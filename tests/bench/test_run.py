@@ -167,7 +167,7 @@ def test_what_cannot_be_measured_is_refused_in_words(
 def test_a_named_backend_that_cannot_be_had_is_an_error(
     bench: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(config: AioConfig, faults: Faults | None) -> object:
+    def refused(config: AioConfig) -> object:
         return open_engine(config, faults=Faults(refuse_uring_errno=errno.EPERM))
 
     monkeypatch.setattr(lane_module, "open_engine", refused)
@@ -179,6 +179,44 @@ def test_a_named_backend_that_cannot_be_had_is_an_error(
     engine = bench("run").json["paths"][0]["engine"]
     assert engine["backend"] == "threads"
     assert "EPERM" in engine["backend_reason"]
+
+
+UNDER_A_FILTER = """
+import errno, sys
+from tests import limits
+from bench import aio_bench
+limits.forbid(sys.argv[1], getattr(errno, sys.argv[2]))
+sys.exit(aio_bench.main(sys.argv[3:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [("io_uring_setup", "EPERM"), ("io_uring_enter", "EPERM"), ("io_uring_setup", "ENOSYS")],
+)
+def test_where_a_filter_forbids_the_ring_it_is_said_and_threads_are_measured(
+    folder: Path, call: str, error: str
+) -> None:
+    def run(backend: str) -> subprocess.CompletedProcess[str]:
+        arguments = ["run", "--backend", backend, "--path", str(folder), "--size", "16MiB"]
+        return subprocess.run(
+            [sys.executable, "-c", UNDER_A_FILTER, call, error, *arguments, "--requests", "4"],
+            cwd=ROOT,
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+
+    refused = run("uring")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.startswith("aio_bench: backend 'uring' cannot be had")
+    assert error in refused.stderr
+    assert refused.stderr.count("\n") == 1
+    measured = run("auto")
+    assert (measured.returncode, measured.stderr) == (0, "")
+    assert "threads" in measured.stdout
+    assert error in measured.stdout
+    assert not list(folder.iterdir())
 
 
 def test_a_changed_byte_is_found(bench: Command, monkeypatch: pytest.MonkeyPatch) -> None:

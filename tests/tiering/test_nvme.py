@@ -313,6 +313,17 @@ def test_a_backend_with_few_places_for_files_serves_many_records(
         assert slot.tensors(flat("", 100))["bytes"].eq(value).all()
 
 
+def test_going_through_the_page_cache_by_choice_warns_of_nothing(
+    folder: SwapFolder, arena: Arena, make_engine: MakeEngine
+) -> None:
+    """A warning is for what was wished and cannot be had."""
+    tier = NvmeTier(folder, make_engine(AioConfig(direct="off")))
+    spec = flat("layer", 100)
+    store_all(tier, arena, [spec])  # a warning would be an error here
+    assert load(tier, arena, spec)["bytes"].eq(0).all()
+    assert not tier._records["layer"].file.info.direct
+
+
 def test_a_file_with_a_transfer_in_flight_is_not_the_one_that_is_closed(
     few_descriptors: int, folder: SwapFolder, arena: Arena, make_engine: MakeEngine
 ) -> None:

@@ -663,7 +663,7 @@ def test_a_forked_child_gets_an_exception_and_the_parent_is_unharmed(
     out = swapper.swap_out("a", torch.ones(1000))
     child = os.fork()
     if not child:
-        for call in (lambda: swapper.swap_in("a"), out.wait, out.done):
+        for call in (lambda: swapper.swap_in("a"), swapper.keys, out.wait, out.done):
             with contextlib.suppress(EngineClosedError):
                 call()
                 os._exit(1)

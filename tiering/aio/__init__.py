@@ -1,8 +1,9 @@
 """Asynchronous file I/O: the C engine behind the `AioBackend` protocol. No torch.
 
-In the order of a byte's way: `memory` (where it stands), `engine` (who moves it), `flight` (one
-transfer), `config` (how), `backend` (the seam that everything above uses), `native` (the compiled
-part), `pure` and `descriptors` (who moves it where that is missing), `opening` (which of them).
+In the order of a byte's way: `memory` and `pages` (where it stands), `engine` (who moves it),
+`flight` (one transfer), `config` (how), `backend` (the seam that everything above uses), `native`
+(the compiled part), `pure` and `descriptors` (who moves it where that is missing), `opening` (which
+of them).
 """
 
 from tiering.aio.config import AioConfig, AioStats, FaultRule, Faults

@@ -33,6 +33,7 @@ class FaultsStruct:
     refuse_register_errno: int
     refuse_direct_errno: int
     force_alignment_bytes: int
+    force_memory_alignment_bytes: int
     max_transfer_bytes: int
     rules: Sequence[FaultRuleStruct]
 
@@ -42,6 +43,7 @@ class Options(Pointer):
     threads: int
     backend: int
     max_files: int
+    direct: int
     faults: FaultsStruct
 
 class Request(Pointer):
@@ -98,6 +100,7 @@ class Memory(Pointer):
     address: Pointer
     bytes: int
     huge_bytes: int
+    pages: int
     owner: int
 
 class Ffi:
@@ -136,6 +139,12 @@ class Ffi:
 class Lib:
     AIO_READ: Final[int]
     AIO_WRITE: Final[int]
+    AIO_DIRECT_AUTO: Final[int]
+    AIO_DIRECT_OFF: Final[int]
+    AIO_PAGES_AUTO: Final[int]
+    AIO_PAGES_SMALL: Final[int]
+    AIO_PAGES_TRANSPARENT: Final[int]
+    AIO_PAGES_RESERVED: Final[int]
     def aio_open(self, options: Options, out: AioOut) -> int: ...
     def aio_close(self, aio: Aio, timeout_us: int) -> int: ...
     def aio_path_add(self, aio: Aio) -> int: ...
@@ -149,7 +158,7 @@ class Lib:
     def aio_reap(self, aio: Aio, results: Results, most: int, count: Count) -> int: ...
     def aio_ended_count(self, aio: Aio) -> int: ...
     def aio_wait_ended(self, aio: Aio, seen: int, timeout_us: int) -> int: ...
-    def aio_memory_map(self, nbytes: int, out: Memory) -> int: ...
+    def aio_memory_map(self, nbytes: int, pages: int, out: Memory) -> int: ...
     def aio_memory_unmap(self, memory: Memory) -> int: ...
     def aio_has_uring(self) -> int: ...
 

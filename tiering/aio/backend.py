@@ -7,6 +7,8 @@ here.
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,7 +20,7 @@ class FileInfo:
 
     Args:
         direct: O_DIRECT is in effect, so aligned transfers bypass the page cache.
-        direct_errno: why not, when it is not; 0 otherwise.
+        direct_errno: why not, when it is not; 0 otherwise, and when it was not asked for.
         memory_align_bytes: what a buffer's address must be a multiple of to go direct.
         offset_align_bytes: the same for file offsets and lengths.
     """
@@ -27,6 +29,16 @@ class FileInfo:
     direct_errno: int
     memory_align_bytes: int
     offset_align_bytes: int
+
+    @property
+    def why_not_direct(self) -> str:
+        """Why transfers go through the page cache, in words; empty when they need not."""
+        if self.direct:
+            return ""
+        if not self.direct_errno:
+            return "not asked for"
+        name = errno.errorcode.get(self.direct_errno, str(self.direct_errno))
+        return f"refused ({name}: {os.strerror(self.direct_errno)})"
 
 
 class Memory(Protocol):

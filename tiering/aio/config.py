@@ -8,6 +8,7 @@ from typing import Literal
 
 from tiering.errors import ConfigError
 
+DirectChoice = Literal["auto", "off"]
 BackendName = Literal["auto", "uring", "threads"]
 BACKENDS: dict[str, int] = {"auto": 0, "uring": 1, "threads": 2}
 
@@ -17,6 +18,7 @@ _QUEUE_DEPTH_MAX = 4096
 _THREADS_MAX = 4096
 _FILES_MAX = 65536
 _RULES_MAX = 8
+_DIRECT_CHOICES: tuple[DirectChoice, ...] = ("auto", "off")
 
 
 def _check_range(name: str, value: int, least: int, most: int) -> None:
@@ -38,6 +40,8 @@ class AioConfig:
         threads: threads of the thread backend; 0: as many as the queue is deep, at most 16.
         backend: ``"uring"``, ``"threads"``, or ``"auto"``, which falls back to threads where
             io_uring is not to be had; a named one is an error then.
+        direct: ``"auto"``, past the page cache (O_DIRECT) wherever the file system allows, or
+            ``"off"``, through the page cache everywhere, by choice and without a warning.
         max_files: files open at once, 1 to 65536. A file needs two descriptors.
         require_native: without the compiled part, ``"auto"`` is an error as well, and does not fall
             back to threads of Python.
@@ -50,6 +54,7 @@ class AioConfig:
     queue_depth: int = 32
     threads: int = 0
     backend: BackendName = "auto"
+    direct: DirectChoice = "auto"
     max_files: int = 4096
     require_native: bool = False
 
@@ -66,6 +71,10 @@ class AioConfig:
         _check_range("max_files", self.max_files, 1, _FILES_MAX)
         if self.backend not in BACKENDS:
             raise ConfigError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}")
+        if self.direct not in _DIRECT_CHOICES:
+            raise ConfigError(
+                f"direct must be one of {', '.join(_DIRECT_CHOICES)}, got {self.direct!r}"
+            )
 
 
 class FaultAction(IntEnum):
@@ -111,6 +120,7 @@ class Faults:
         refuse_register_errno: registering memory fails with this errno.
         refuse_direct_errno: opening a file with O_DIRECT fails with this errno.
         force_alignment_bytes: alignment the kernel is taken to report for direct I/O.
+        force_memory_alignment_bytes: the same of addresses alone; 0: as the one above.
         max_transfer_bytes: cap on one kernel transfer; 0: 1 GiB.
         rules: at most 8; the first that hits an operation acts.
     """
@@ -119,16 +129,17 @@ class Faults:
     refuse_register_errno: int = 0
     refuse_direct_errno: int = 0
     force_alignment_bytes: int = 0
+    force_memory_alignment_bytes: int = 0
     max_transfer_bytes: int = 0
     rules: tuple[FaultRule, ...] = field(default=())
 
     def __post_init__(self) -> None:
         if len(self.rules) > _RULES_MAX:
             raise ConfigError(f"at most {_RULES_MAX} fault rules, got {len(self.rules)}")
-        if self.force_alignment_bytes and not _is_power_of_two(self.force_alignment_bytes):
-            raise ConfigError(
-                f"force_alignment_bytes must be a power of two, got {self.force_alignment_bytes}"
-            )
+        for name in ("force_alignment_bytes", "force_memory_alignment_bytes"):
+            value: int = getattr(self, name)
+            if value and not _is_power_of_two(value):
+                raise ConfigError(f"{name} must be a power of two, got {value}")
 
 
 @dataclass(frozen=True)

@@ -147,6 +147,7 @@ class Core:
 
     def wait(self, flight: NativeFlight, timeout_s: float | None) -> None:
         """Return when it has ended, well or not."""
+        self._check_process()
         if not self._await(flight, _deadline(timeout_s)):
             raise flight.timeout(timeout_s, self._done_bytes(flight))
 
@@ -419,10 +420,12 @@ def _options(config: AioConfig, faults: Faults) -> Options:
     options.threads = config.threads
     options.backend = BACKENDS[config.backend]
     options.max_files = config.max_files
+    options.direct = lib.AIO_DIRECT_OFF if config.direct == "off" else lib.AIO_DIRECT_AUTO
     options.faults.refuse_uring_errno = faults.refuse_uring_errno
     options.faults.refuse_register_errno = faults.refuse_register_errno
     options.faults.refuse_direct_errno = faults.refuse_direct_errno
     options.faults.force_alignment_bytes = faults.force_alignment_bytes
+    options.faults.force_memory_alignment_bytes = faults.force_memory_alignment_bytes
     options.faults.max_transfer_bytes = faults.max_transfer_bytes
     for index, wanted in enumerate(faults.rules):
         rule = options.faults.rules[index]

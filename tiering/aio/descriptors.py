@@ -17,6 +17,7 @@ import time
 from typing import Final, NamedTuple
 
 from tiering.aio.backend import FileInfo
+from tiering.aio.config import DirectChoice
 
 _ALIGNMENT_ASSUMED: Final = 4096  # Python cannot ask the kernel; every drive in use has 512 or this
 _BLOCK_MOST: Final = 65536  # a file system's block size above is a hint for throughput, not a unit
@@ -48,16 +49,17 @@ class Descriptors:
 
     Args:
         path: of an existing file.
+        direct: "auto" for past the page cache where that can be, "off" for always through it.
 
     Raises:
         OSError: it cannot be opened, or is neither a file nor a drive.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, direct: DirectChoice = "auto") -> None:
         self._buffered = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._direct: int | None = None
         try:
-            self.info = self._open_direct()
+            self.info = self._open_direct(direct)
         except OSError:
             self.close()
             raise
@@ -107,19 +109,19 @@ class Descriptors:
         is_aligned = not address % info.memory_align_bytes and not offset % info.offset_align_bytes
         return info.direct and is_aligned and nbytes >= info.offset_align_bytes
 
-    def _open_direct(self) -> FileInfo:
+    def _open_direct(self, choice: DirectChoice) -> FileInfo:
         status = os.fstat(self._buffered)
         if not stat.S_ISREG(status.st_mode) and not stat.S_ISBLK(status.st_mode):
             raise OSError(errno.EINVAL, "neither a file nor a drive")
+        if choice == "off":
+            return _buffered_info(0)
         name = f"/proc/self/fd/{self._buffered}"  # the path may be another file's by now
         try:
             self._direct = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
         except OSError as error:
             if error.errno not in _NO_DIRECT:
                 raise
-            return FileInfo(
-                direct=False, direct_errno=error.errno, memory_align_bytes=1, offset_align_bytes=1
-            )
+            return _buffered_info(error.errno or errno.EINVAL)
         # Reading ahead must not pull in what goes direct.
         os.posix_fadvise(self._buffered, 0, 0, os.POSIX_FADV_RANDOM)
         return FileInfo(
@@ -128,6 +130,10 @@ class Descriptors:
             memory_align_bytes=_ALIGNMENT_ASSUMED,
             offset_align_bytes=_cache_unit(status.st_blksize),
         )
+
+
+def _buffered_info(error: int) -> FileInfo:
+    return FileInfo(direct=False, direct_errno=error, memory_align_bytes=1, offset_align_bytes=1)
 
 
 def _cache_unit(block_bytes: int) -> int:

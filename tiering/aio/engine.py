@@ -82,7 +82,7 @@ class AioTransfer:
 
     def done(self) -> bool:
         """Whether it has ended, well or not. Never blocks, never raises for a failed transfer."""
-        return self.flight.has_ended or self.flight.core.poll(self.flight)
+        return self.flight.core.poll(self.flight)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when the transfer has succeeded; may be called again, from any thread.
@@ -92,8 +92,7 @@ class AioTransfer:
             TransferTimeoutError: it is still pending after ``timeout_s``.
             EngineClosedError: the engine was closed before it ended, or belongs to another process.
         """
-        if not self.flight.has_ended:
-            self.flight.core.wait(self.flight, timeout_s)
+        self.flight.core.wait(self.flight, timeout_s)
         self.flight.raise_failure()
 
 

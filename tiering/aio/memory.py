@@ -18,33 +18,20 @@ import mmap
 import os
 import resource
 from collections.abc import Callable
-from pathlib import Path
-from typing import Final, NamedTuple, Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 from cffi import FFI
 
 from tiering.aio.native import ffi, lib, loader_message
+from tiering.aio.pages import PageKind, PageReport, PagesWanted, report_on
 from tiering.errors import ConfigError
 
 # Python has no names for these.
 _MADV_WIPEONFORK: Final = 18
 _MADV_POPULATE_WRITE: Final = 23
+_MADV_COLLAPSE: Final = 25
 
 Buffer: TypeAlias = "FFI.buffer | memoryview"
-
-
-class PageReport(NamedTuple):
-    """How a mapping is backed.
-
-    Args:
-        mapped_bytes: all of it.
-        resident_bytes: of them in memory.
-        huge_bytes: of those on huge pages, which transfers like best.
-    """
-
-    mapped_bytes: int
-    resident_bytes: int
-    huge_bytes: int
 
 
 class Pages(Protocol):
@@ -60,6 +47,11 @@ class Pages(Protocol):
         """All of it, whole pages."""
         ...
 
+    @property
+    def kind(self) -> PageKind:
+        """What it is made of."""
+        ...
+
     def buffer(self, at: int, nbytes: int) -> Buffer:
         """A fresh writable buffer, which can be weakly referenced and keeps the mapping alive."""
         ...
@@ -70,18 +62,21 @@ class NativePages:
 
     Args:
         nbytes: at least so many.
+        wanted: "auto" for the most contiguous there is, "small" for ordinary pages alone.
 
     Raises:
         OSError: the machine does not have them.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, wanted: PagesWanted = "auto") -> None:
         memory = ffi.new("struct aio_memory *")
-        if error := -int(lib.aio_memory_map(nbytes, memory)):
+        asked = lib.AIO_PAGES_SMALL if wanted == "small" else lib.AIO_PAGES_AUTO
+        if error := -int(lib.aio_memory_map(nbytes, asked, memory)):
             raise OSError(error, os.strerror(error))
         self._mapping = ffi.gc(memory, lib.aio_memory_unmap)
         self.address = int(ffi.cast("uintptr_t", memory.address))
         self.mapped_bytes = int(memory.bytes)
+        self.kind = _kind(int(memory.pages))
 
     def buffer(self, at: int, nbytes: int) -> FFI.buffer:
         """A buffer over a part."""
@@ -96,16 +91,20 @@ class NativePages:
 class PythonPages:
     """Mapped in Python; a forked child finds zeros there. Arguments as of `NativePages`.
 
+    It takes no reserved huge pages: the kernel cannot wipe them for a child.
+
     The view below keeps the map from being closed, and every buffer shares the view's hold on it.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, wanted: PagesWanted = "auto") -> None:
         mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         mapping.madvise(_MADV_WIPEONFORK)
-        with contextlib.suppress(OSError):  # a refusal of either costs speed only
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-        with contextlib.suppress(OSError):
-            mapping.madvise(_MADV_POPULATE_WRITE)
+        advice = mmap.MADV_NOHUGEPAGE if wanted == "small" else mmap.MADV_HUGEPAGE
+        is_taken = _advise(mapping, advice)
+        _advise(mapping, _MADV_POPULATE_WRITE)
+        self.kind: PageKind = "transparent" if wanted == "auto" and is_taken else "small"
+        if self.kind == "transparent":
+            _advise(mapping, _MADV_COLLAPSE)
         self._view = memoryview(mapping)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         self.mapped_bytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -115,26 +114,30 @@ class PythonPages:
         return self._view[at : at + nbytes]
 
 
-map_pages: Callable[[int], Pages] = PythonPages if loader_message else NativePages
+map_pages: Callable[[int, PagesWanted], Pages] = PythonPages if loader_message else NativePages
 
 
 class PinnedMemory:
-    """One piece of anonymous memory: on huge pages where the machine has them, touched once.
+    """One piece of anonymous memory: as contiguous as the machine gives, touched once.
 
-    A forked child has no part of its bytes.
+    That is, from huge pages the system keeps in reserve if enough of them are free, else from
+    transparent huge pages where the kernel finds some. A forked child has no part of its bytes.
 
     Args:
         nbytes: how much; the mapping may be larger.
+        pages: ``"auto"``, as above, or ``"small"``, from ordinary pages alone.
 
     Raises:
         ConfigError: not a positive size, or the machine does not have that much.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, *, pages: PagesWanted = "auto") -> None:
+        if pages not in {"auto", "small"}:
+            raise ConfigError(f"pages must be auto or small, got {pages!r}")
         if nbytes <= 0:
             raise ConfigError(f"memory needs a positive size, got {nbytes} bytes")
         try:
-            self._pages = map_pages(nbytes)
+            self._pages = map_pages(nbytes, pages)
         except (OSError, OverflowError) as error:
             reason = os.strerror(getattr(error, "errno", None) or errno.ENOMEM)
             raise ConfigError(
@@ -153,6 +156,14 @@ class PinnedMemory:
         """Bytes asked for."""
         return self._nbytes
 
+    @property
+    def page_kind(self) -> PageKind:
+        """What it is made of: ``"reserved"`` huge pages, ``"transparent"`` ones, or ``"small"``.
+
+        Of transparent ones there may be fewer than wished; `page_report` counts them.
+        """
+        return self._pages.kind
+
     def buffer(self, at: int = 0, nbytes: int | None = None) -> Buffer:
         """A fresh writable buffer over a part, which keeps the whole mapping alive.
 
@@ -168,28 +179,22 @@ class PinnedMemory:
         return self._pages.buffer(at, length)
 
     def page_report(self) -> PageReport:
-        """How the mapping is backed now, from ``/proc/self/smaps``.
+        """How the mapping is backed now, as `tiering.aio.pages` finds out."""
+        return report_on(self._pages.address, self._pages.mapped_bytes)
 
-        The kernel may have joined it with a neighbour of the same kind; the neighbour's pages
-        then count as well, up to the size of the mapping.
-        """
-        address, mapped_bytes = self._pages.address, self._pages.mapped_bytes
-        resident_bytes = huge_bytes = 0
-        inside = False
-        for line in (
-            Path("/proc/self/smaps").read_text(encoding="ascii", errors="replace").splitlines()
-        ):
-            word, _, rest = line.partition(" ")
-            if not word.endswith(":"):
-                first, last = (int(part, 16) for part in word.split("-"))
-                inside = first < address + mapped_bytes and last > address
-            elif inside and word == "Rss:":
-                resident_bytes += int(rest.split()[0]) * 1024
-            elif inside and word == "AnonHugePages:":
-                huge_bytes += int(rest.split()[0]) * 1024
-        return PageReport(
-            mapped_bytes, min(resident_bytes, mapped_bytes), min(huge_bytes, mapped_bytes)
-        )
+
+def _kind(rung: int) -> PageKind:
+    if rung == lib.AIO_PAGES_RESERVED:
+        return "reserved"
+    return "transparent" if rung == lib.AIO_PAGES_TRANSPARENT else "small"
+
+
+def _advise(mapping: mmap.mmap, advice: int) -> bool:
+    """Give advice that costs nothing but speed when it is not taken. Returns whether it was."""
+    with contextlib.suppress(OSError):
+        mapping.madvise(advice)
+        return True
+    return False
 
 
 def _let_go(mapping: object, pointer: object) -> None:

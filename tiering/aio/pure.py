@@ -52,7 +52,7 @@ class PureFile:
         self.path = path
         self.is_open = True
         self.users = 0  # threads that are in the kernel with it now
-        self.descriptors = Descriptors(path)
+        self.descriptors = Descriptors(path, direct=engine.config.direct)
         self.release = weakref.finalize(self, self.descriptors.close)
 
     def __repr__(self) -> str:

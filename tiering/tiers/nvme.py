@@ -273,8 +273,8 @@ class NvmeTier:
             self._evict(down_to=len(self._open) // 2)
 
     def _tell_detour(self, file: File) -> None:
-        """Warn, once, where transfers cannot go past the page cache."""
-        if file.info.direct or self._detour_was_told:
+        """Warn, once, where transfers cannot go past the page cache though they should."""
+        if file.info.direct or not file.info.direct_errno or self._detour_was_told:
             return
         self._detour_was_told = True
         kind = self._folder.file_system() or "its file system"
