@@ -87,7 +87,6 @@ class InfinityEngine:
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._micro_steps = 0
-        self._torn = ""
         self._told_unmanaged: set[str] = set()
         closing = ExitStack()
         try:
@@ -123,6 +122,7 @@ class InfinityEngine:
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         pager = self._parts.pager
+        self.optimizer.settle()
         pager.begin("eval")
         try:
             with self._forward():
@@ -166,10 +166,14 @@ class InfinityEngine:
     def step(self) -> None:
         """Update the weights, if all micro-batches of the step have been through backward.
 
+        The step is decided here; each weight gets its new value when it is next used, at the latest
+        in the next forward, under which the drive moves the optimizer's states.
+
         Raises:
             RuntimeError: no backward since the last step.
-            TransferError: the drive failed. If it was a write, the update is complete and its bytes
-                are in memory; if it was a read, the update is torn and the engine goes on no more.
+            TransferError: a write of an earlier update failed; its bytes are in memory. (A read
+                that fails in an update is raised by who needed the weight; the update is torn then,
+                and the engine goes on no more.)
         """
         with self._in_use():
             self._count_plain_backward()
@@ -179,20 +183,15 @@ class InfinityEngine:
                 return
             self._warn_of_unmanaged()
             self._parts.schedule.reset()
-            self._update()
+            self.optimizer.step()
             self._micro_steps = 0
             self.global_steps += 1
             self._parts.pager.end("train")
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
             self._parts.store.raise_failed_writes()
-
-    def _update(self) -> None:
-        try:
-            self.optimizer.step()
-        except BaseException as error:
-            self._torn = f"step {self.global_steps + 1} was interrupted by {error!r}"
-            raise
+            self._parts.pager.begin("train")  # so that reading goes on until the next forward
+            self._parts.pager.advance()
 
     def _warn_of_unmanaged(self) -> None:
         """Say once which parameters got a gradient that nobody will use, and drop it."""
@@ -248,7 +247,7 @@ class InfinityEngine:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """Norm of the last step's gradients before clipping; None without clipping."""
+        """Norm of the last step's gradients before clipping; None before the first."""
         return self.optimizer.global_grad_norm
 
     # -- observing and ending
@@ -292,6 +291,7 @@ class InfinityEngine:
         """
         with self._in_use():
             self._parts.schedule.reset()
+            self.optimizer.settle()
             self._parts.store.flush()
 
     def close(self) -> None:
@@ -320,9 +320,9 @@ class InfinityEngine:
             raise EngineClosedError(f"this engine belongs to process {self._pid}, not to its child")
         if not self._finalizer.alive:
             raise EngineClosedError("the engine was closed")
-        if self._torn:
+        if torn := self.optimizer.torn:
             raise EngineClosedError(
-                f"{self._torn}: weights and optimizer state are of different steps; start again "
+                f"{torn}: weights and optimizer state are of different steps; start again "
                 "from the last good state"
             )
         if not self._lock.acquire(blocking=False):

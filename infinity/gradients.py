@@ -7,10 +7,12 @@ unit's buffer and lets the original go. When the unit's backward is over, `close
 ranks (`reduce_scatter`) and the own part is the record, in host memory (or on the drive, when its
 budget cannot hold all). With one rank the buffer *is* the record. More micro-batches add to what is
 there. Parameters that got no gradient stay marked as such, and the update skips them, as torch
-does.
+does. At the step `take` hands over what came; the record stays until the update has used it.
 """
 
 from __future__ import annotations
+
+from typing import Final
 
 import torch
 
@@ -19,6 +21,8 @@ from infinity.unit import Unit
 from tiering.prefetch import Prefetcher
 from tiering.store import Lease
 from tiering.trace import Access
+
+_PART_NUMEL: Final = 2**18  # squared at once: 1 MiB of them, which stays in the cache
 
 
 class UnitGradients:
@@ -33,6 +37,8 @@ class UnitGradients:
         self.unit = unit
         self.arrived: set[int] = set()
         """Parameters that got a gradient in this cycle, by index."""
+        self.square_sum = 0.0
+        """Of the own part of all that came in this cycle; valid after `close`."""
         self._seen: set[int] = set()  # in this backward pass
         self._pager = pager
         self._comm = comm
@@ -72,6 +78,7 @@ class UnitGradients:
         if self._whole is not record:
             shard = torch.empty_like(record, device=self._whole.device)
             record.add_(self._comm.reduce_scatter(self._whole, shard))
+        self.square_sum = square_sum(record)
         self._lease.release()
         self._lease = self._whole = None
 
@@ -79,16 +86,26 @@ class UnitGradients:
         """The record, for the update to read: ``gradient``, shape (shard numel,)."""
         return self._pager.lease(self.unit.records.gradient.key, Access.READ)
 
+    def take(self) -> frozenset[int]:
+        """Hand over this cycle's gradients, by index; the record is the taker's to `drop`."""
+        self.close()
+        arrived = frozenset(self.arrived)
+        self.arrived.clear()
+        return arrived
+
+    def drop(self) -> None:
+        """Forget the record."""
+        self._pager.discard(self.unit.records.gradient.key)
+
     def discard(self) -> None:
         """Forget everything that came in this cycle."""
-        self.close()
-        if self.arrived:
-            self._pager.discard(self.unit.records.gradient.key)
-        self.arrived.clear()
+        if self.take():
+            self.drop()
 
     def _open(self) -> torch.Tensor:
         if self._whole is not None:
             return self._whole
+        self.unit.settle()  # or this would overwrite what an update still needs
         fresh = not self.arrived
         access = Access.OVERWRITE if fresh else Access.UPDATE
         self._lease = self._pager.lease(self.unit.records.gradient.key, access)
@@ -99,3 +116,19 @@ class UnitGradients:
         if self._comm.size > 1:
             self._whole = record.new_zeros(self.unit.layout.numel)
         return self._whole
+
+
+def square_sum(gradient: torch.Tensor) -> float:
+    """The sum of the squares of a flat gradient of any floating type.
+
+    Squares are made in fp32 and summed by pairs, part by part, so that the error does not grow with
+    the number of elements.
+    """
+    squares = torch.empty(
+        min(_PART_NUMEL, gradient.numel()), dtype=torch.float32, device=gradient.device
+    )
+    total = 0.0
+    for part in gradient.split(_PART_NUMEL):
+        square = squares[: part.numel()].copy_(part)
+        total += float(square.mul_(square).sum())
+    return total

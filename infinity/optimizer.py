@@ -6,14 +6,26 @@ Its ``read`` was started earlier, by the trace. `_update_tile` widens the gradie
 ``step`` in place in the arena, and the new weights are ``publish``ed into the unit's new shard
 (rounded to the storage type), which takes the old one's place when it is whole. The tile's
 ``write`` starts at once and runs behind the next tile's step; the shard's when its last tile is
-done. Units go last to first, so the shards that the next forward needs first were written last and
-are still in the arena.
+done.
+
+Note: when a unit is updated
+
+`PagedAdam.step` only decides: the norm, the scale, the settings. Each unit makes its own update
+when somebody next needs its weights, which is normally the next forward. So the drive moves the
+state of later units while earlier ones compute, a new shard is used from the arena before it could
+have to be read again, and the order of the update is that of the forward, whatever it is. Nobody
+can see an old weight: every use of a unit goes through `Unit.gather`, which settles it first.
+
+What would break it: changing a gradient record between the step and the update. `UnitGradients`
+settles the unit before it opens the record for the next cycle.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -22,12 +34,11 @@ from torch import nn
 from infinity.adam import AdamSettings, AdamState, adam_step
 from infinity.gradients import UnitGradients
 from infinity.partition import Extent
+from infinity.unit import Unit
 from tiering.errors import ConfigError
 from tiering.prefetch import Prefetcher
 from tiering.store import Lease
 from tiering.trace import Access
-
-_PART_NUMEL = 2**20  # widened at once for the norm
 
 
 class Run(NamedTuple):
@@ -36,6 +47,17 @@ class Run(NamedTuple):
     extent: Extent
     step: int
     settings: AdamSettings
+
+
+class Decision(NamedTuple):
+    """What a step has decided for one unit."""
+
+    gradients: UnitGradients
+    arrived: frozenset[int]
+    """Parameters that are updated, by index."""
+    runs: Sequence[Sequence[Run]]
+    """Of each tile."""
+    scale: float
 
 
 class PagedAdam(torch.optim.Optimizer):
@@ -62,16 +84,20 @@ class PagedAdam(torch.optim.Optimizer):
         self._managed = {p for g in gradients for p in g.unit.parameters}
         super().__init__([dict(group) for group in groups], defaults)
         self.global_grad_norm: float | None = None
-        """Norm of the last step's gradients before clipping; None without clipping."""
+        """Norm of the last step's gradients before clipping; None before the first step."""
         self._gradients = tuple(gradients)
         self._pager = pager
         self._max_norm = max_norm
         self._steps: dict[nn.Parameter, int] = {}
         self._scratch: torch.Tensor | None = None
+        self.torn = ""
+        """Why weights and states are of different steps; empty when they are not."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update every parameter that got a gradient in this cycle.
+        """Decide the update of every parameter that got a gradient in this cycle.
+
+        Each unit makes its update when its weights are next needed, or in `settle`.
 
         Raises:
             ValueError: a closure was given; the forward belongs to the engine.
@@ -80,13 +106,23 @@ class PagedAdam(torch.optim.Optimizer):
             raise ValueError(
                 "a closure is not supported; call engine(...), engine.backward(...), engine.step()"
             )
-        active = [g for g in reversed(self._gradients) if g.arrived]
-        self._pager.advance()
+        active = [g for g in self._gradients if g.arrived]
         scale = self._clip_scale(active)
         settings = self._settings()
+        self.settle()
         for gradients in active:
-            self._update(gradients, settings, scale)
+            decision = self._decide(gradients, settings, scale)
+            gradients.unit.update_by(functools.partial(self._update, decision))
         self._opt_called = True  # torch's schedulers ask for it
+
+    def settle(self) -> None:
+        """Make every update that was decided and not made yet.
+
+        Raises:
+            TransferError: the drive failed; the state is torn then.
+        """
+        for gradients in self._gradients:
+            gradients.unit.settle()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters that the engine manages.
@@ -132,14 +168,9 @@ class PagedAdam(torch.optim.Optimizer):
 
     def _clip_scale(self, active: Sequence[UnitGradients]) -> float:
         """What gradients are multiplied by. Source: torch.nn.utils.clip_grad_norm_."""
+        self.global_grad_norm = math.sqrt(math.fsum(g.square_sum for g in active))
         if not self._max_norm:
             return 1.0
-        squares: list[float] = []
-        for gradients in active:
-            with gradients.lease() as lease:
-                squares += (_square_sum(part) for part in lease["gradient"].split(_PART_NUMEL))
-            self._pager.advance()
-        self.global_grad_norm = math.sqrt(math.fsum(squares))
         scale = self._max_norm / (self.global_grad_norm + 1e-6)
         return min(scale, 1.0)  # a norm that is not a number stays one, as in torch
 
@@ -156,39 +187,64 @@ class PagedAdam(torch.optim.Optimizer):
 
     # -- unit by unit, tile by tile
 
-    def _update(
+    def _decide(
         self, gradients: UnitGradients, settings: dict[nn.Parameter, AdamSettings], scale: float
-    ) -> None:
+    ) -> Decision:
         unit = gradients.unit
-        for index in gradients.arrived:
+        arrived = gradients.take()
+        for index in arrived:
             parameter = unit.parameters[index]
             if parameter in settings:
                 self._steps[parameter] = self._steps.get(parameter, 0) + 1
-        records = unit.records
+        runs = [
+            list(self._runs(unit, arrived, extent, settings)) for extent in unit.records.extents
+        ]
+        return Decision(gradients, arrived, runs, scale)
+
+    @torch.no_grad()
+    def _update(self, decision: Decision) -> None:
+        unit = decision.gradients.unit
+        if self.torn:
+            return  # what is left of the weights may still be looked at
+        try:
+            with torch.inference_mode(mode=False):
+                self._update_unit(decision)
+        except BaseException as error:
+            self.torn = f"the update of the unit of {unit.names[0]!r} was interrupted by {error!r}"
+            raise
+        self._pager.write_back(unit.records.shard.key)
+        decision.gradients.drop()
+
+    def _update_unit(self, decision: Decision) -> None:
+        records = decision.gradients.unit.records
         with (
-            gradients.lease() as gradient,
+            decision.gradients.lease() as gradient,
             self._pager.lease(records.shard.key, Access.OVERWRITE) as shard,
         ):
-            for spec, extent in zip(records.tiles, records.extents, strict=True):
-                runs = list(self._runs(gradients, extent, settings))
+            for spec, extent, runs in zip(
+                records.tiles, records.extents, decision.runs, strict=True
+            ):
                 own = slice(*extent.relative_to(records.own.start))
                 with self._pager.lease(spec.key, Access.UPDATE) as tile:
-                    self._update_tile(tile, runs, gradient["gradient"][own], extent.start, scale)
+                    self._update_tile(
+                        tile, runs, gradient["gradient"][own], extent.start, decision.scale
+                    )
                     shard["shard"][own].copy_(tile["master"])
                 self._pager.write_back(spec.key)
                 self._pager.advance()
-        self._pager.write_back(records.shard.key)
-        unit.count_update()
-        gradients.discard()
 
     def _runs(
-        self, gradients: UnitGradients, tile: Extent, settings: dict[nn.Parameter, AdamSettings]
+        self,
+        unit: Unit,
+        arrived: AbstractSet[int],
+        tile: Extent,
+        settings: dict[nn.Parameter, AdamSettings],
     ) -> Iterator[Run]:
         """The tile's updated elements, neighbours with equal step and settings as one."""
-        unit, current = gradients.unit, None
+        current = None
         for index, parameter in enumerate(unit.parameters):
             extent = unit.layout.padded(index).intersect(tile)
-            if not extent.numel or index not in gradients.arrived or parameter not in settings:
+            if not extent.numel or index not in arrived or parameter not in settings:
                 continue
             run = Run(extent, self._steps[parameter], settings[parameter])
             if current and current[1:] == run[1:] and current.extent.stop == extent.start:
@@ -226,8 +282,3 @@ class PagedAdam(torch.optim.Optimizer):
 
 # A scheduler made for another optimizer may be pointed at this one without a warning.
 PagedAdam.step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # noqa: SLF001
-
-
-def _square_sum(gradient: torch.Tensor) -> float:
-    norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
-    return float(norm) ** 2

@@ -25,7 +25,7 @@ from __future__ import annotations
 import bisect
 import enum
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -94,6 +94,7 @@ class Unit:
         self._versions: tuple[int, ...] = ()
         self._fingerprint: bytes | None = None
         self._is_changed = False
+        self._update: Callable[[], None] | None = None
 
     # -- into the store
 
@@ -122,6 +123,20 @@ class Unit:
                 source = parameter.detach().reshape(-1)[slice(*part.relative_to(place.start))]
                 out[slice(*part.relative_to(extent.start))].copy_(source)
 
+    # -- the update, which may come later than the step
+
+    def update_by(self, update: Callable[[], None]) -> None:
+        """The weights have new values from now on; `update` makes them, before their next use."""
+        self.settle()
+        self._update = update
+        self._changes = [count + 1 for count in self._changes]
+
+    def settle(self) -> None:
+        """Make the new values, if that was put off."""
+        update, self._update = self._update, None
+        if update is not None:
+            update()
+
     # -- gather and release
 
     @torch.no_grad()
@@ -129,6 +144,7 @@ class Unit:
         """Make the parameters present; nothing to do if they are."""
         if self.state is UnitState.PRESENT:
             return
+        self.settle()
         with torch.inference_mode(mode=False):
             self.flat = self._gather_flat()
             for parameter, place in zip(self.parameters, self.layout.parameters, strict=True):
@@ -201,7 +217,7 @@ class Unit:
         if not self._is_changed and self._fingerprint is not None:
             self._is_changed = self._fingerprint != self._fingerprint_now()
             if self._is_changed:
-                self.count_update()
+                self._changes = [count + 1 for count in self._changes]
         return self._is_changed
 
     def note_changes(self) -> None:
@@ -221,10 +237,6 @@ class Unit:
         if self.state is UnitState.PRESENT:
             self.note_changes()
         return self._changes[max(bisect.bisect_right(self._starts, offset) - 1, 0)]
-
-    def count_update(self) -> None:
-        """All weights have been changed in the records."""
-        self._changes = [count + 1 for count in self._changes]
 
     def _take_back(self, moved: Sequence[bool]) -> None:
         """Copy parameters that were given other data to their places, and point them there."""

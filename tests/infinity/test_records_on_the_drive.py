@@ -173,22 +173,25 @@ def test_any_tool_can_read_what_is_on_the_drive(tmp_path: Path) -> None:
 
 
 def test_bytes_read_and_written_are_what_the_table_says(tmp_path: Path) -> None:
-    """All on NVMe with buffers only: at most 16 read and 14 written a parameter, and padding."""
+    """All on NVMe with buffers only: 14 read and 14 written a parameter at most, and padding.
+
+    The weights of the forward are those the update has just made, so they are not read. The first
+    step has no update before its forward, and the second meets what no trace foretold.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(8)))
     config = config_for(tmp_path, bf16={"enabled": True}, tiering={"compute_dtype": "fp32"})
     engine, *_ = infinity.initialize(model=model, config=config)
     with engine:
         before: Any = None
-        for step in range(5):
-            if step == 1:
+        for step in range(6):
+            if step == 2:
                 before = engine.stats()
             engine.backward(engine(torch.randn(2, 256)).square().mean())
             engine.step()
-        engine.flush()
-        after = engine.stats()
+        after = engine.stats()  # the last update is still to come, as was one before
     numel = 4 * after.parameter_numel
-    assert after.nvme_read_bytes - before.nvme_read_bytes <= 16.5 * numel
+    assert after.nvme_read_bytes - before.nvme_read_bytes <= 14.5 * numel
     assert 13.9 * numel <= after.nvme_written_bytes - before.nvme_written_bytes <= 14.5 * numel
     hits = after.prefetch_hits - before.prefetch_hits
     assert after.prefetch_misses - before.prefetch_misses <= 0.05 * hits
