@@ -21,13 +21,14 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 import psutil
 
+from bench.contest import Outcome, RivalError
 from bench.job import Job, Pages
 from bench.workload import Bandwidth
-from tiering.errors import ConfigError, TieringError
+from tiering.errors import ConfigError
 
 FioEngine = Literal["io_uring", "libaio", "psync"]
 FIO_ENGINES: Final[tuple[FioEngine, ...]] = ("io_uring", "libaio", "psync")
@@ -40,21 +41,8 @@ _PR_SET_THP_DISABLE: Final = 41  # man 2 prctl; children inherit it, also throug
 _HUGE_TUNABLES: Final = ("glibc.malloc.hugetlb=1", "glibc.malloc.mmap_threshold=16777216")
 
 
-class FioError(TieringError):
+class FioError(RivalError):
     """fio ran and failed, or cannot do what it was asked on this machine."""
-
-
-class FioRun(NamedTuple):
-    """One run of fio.
-
-    Args:
-        bandwidth: what it moved.
-        huge_bytes: of its memory on huge pages, all of its processes together; None when it was
-            over before anybody could look.
-    """
-
-    bandwidth: Bandwidth
-    huge_bytes: int | None
 
 
 @dataclass(frozen=True)
@@ -69,7 +57,7 @@ class Fio:
     program: str
     version: str
 
-    def run(self, job: Job, file: Path, *, engine: FioEngine, passes: int) -> FioRun:
+    def run(self, job: Job, file: Path, *, engine: FioEngine, passes: int) -> Outcome:
         """Run a job.
 
         Args:
@@ -78,12 +66,16 @@ class Fio:
             engine: by which of fio's ways.
             passes: so many times the file's size is moved.
 
+        Returns:
+            What it moved, and its bytes on huge pages, all of its processes together; None when it
+            was over before anybody could look.
+
         Raises:
             FioError: it failed.
         """
         command = [self.program, *arguments(job, file, engine=engine, passes=passes)]
         text, huge_bytes = _run(command, job.pages)
-        return FioRun(parse(text), huge_bytes)
+        return Outcome(parse(text), huge_bytes)
 
 
 def find_fio() -> Fio:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import statistics
 from pathlib import Path
 from typing import Final
 
@@ -12,8 +11,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from bench.compare import Comparison, Contestant, Ratio
+from bench.compare import Comparison
 from bench.config_file import AioBlock
+from bench.contest import Contestant, Ratio
 from bench.facts import EngineFacts, MachineFacts, PathFacts
 from bench.job import Job
 from bench.run import PathResult, Row, RunResult
@@ -96,9 +96,9 @@ def compare_json(result: Comparison, machine: MachineFacts) -> Json:
     value["fio_version"] = result.fio_version
     value["passes"] = result.passes
     value["path"] = _facts_json(result.path, result.engine)
-    value["contestants"] = [_contestant_json(one) for one in result.contestants]
-    value["unusable"] = result.unusable
-    value["best"] = result.best
+    value["contestants"] = [_contestant_json(one) for one in result.contest.contestants]
+    value["unusable"] = result.contest.unusable
+    value["best"] = result.contest.best
     return value
 
 
@@ -197,15 +197,16 @@ def sweep_table(result: SweepResult, machine: MachineFacts) -> Group:
 
 def compare_table(result: Comparison, machine: MachineFacts) -> Group:
     """A comparison."""
-    rounds = len(result.contestants[0].runs)
+    contestants = result.contest.contestants
+    rounds = len(contestants[0].runs)
     moved = format_bytes(result.job.size_bytes * result.passes)
     title = f"aio_bench compare: {result.job.describe()}; {rounds} rounds of {moved} each in turn"
     table = _table(title, "who", "GB/s", "CPU s/GB", "ours / this, GB/s", "ours / this, CPU s/GB")
-    for one in result.contestants:
+    for one in contestants:
         table.add_row(
-            one.name + (" (best)" if one.name == result.best else ""),
-            f"{statistics.median(run.gb_per_s for run in one.runs):.3f}",
-            f"{statistics.median(run.cpu_s_per_gb for run in one.runs):.4f}",
+            one.name + (" (best)" if one.name == result.contest.best else ""),
+            f"{one.gb_per_s:.3f}",
+            f"{one.cpu_s_per_gb:.4f}",
             _ratio(one.throughput),
             _ratio(one.cpu),
         )
@@ -213,9 +214,11 @@ def compare_table(result: Comparison, machine: MachineFacts) -> Group:
     lines["fio"] = result.fio_version
     lines["huge pages"] = ", ".join(
         f"{one.name} {'unknown' if one.huge_bytes is None else format_bytes(one.huge_bytes)}"
-        for one in result.contestants
+        for one in contestants
     )
-    lines.update({name: f"not usable: {reason}" for name, reason in result.unusable.items()})
+    lines.update(
+        {name: f"not usable: {reason}" for name, reason in result.contest.unusable.items()}
+    )
     lines.update(_facts_lines(result.path, result.engine))
     return Group(table, _notes(lines), _machine_notes(machine, result.job))
 

@@ -43,6 +43,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("bench.job", "bench.buffers", "bench.config_file"),
     ("bench.lane",),
     ("bench.workload", "bench.facts"),
+    ("bench.contest",),
     ("bench.run", "bench.sweep", "bench.fio_baseline", "bench.compare"),
     ("bench.report", "bench.plot"),
     ("bench", "bench.aio_bench"),

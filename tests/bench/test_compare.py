@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.compare import ratio
+from bench.contest import ratio
 from bench.fio_baseline import FioError, arguments, parse
 from bench.job import Job
 from tests.bench.conftest import Command
