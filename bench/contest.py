@@ -80,6 +80,11 @@ class Contestant:
         """Median of the rounds."""
         return statistics.median(run.cpu_s_per_gb for run in self.runs)
 
+    @property
+    def gb_per_s_per_core(self) -> float:
+        """Median of the rounds, in 10**9 bytes for a processor second."""
+        return statistics.median(run.gb_per_s_per_core for run in self.runs)
+
 
 class Contest(NamedTuple):
     """How it went.

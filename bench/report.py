@@ -27,7 +27,7 @@ JSON_SCHEMA: Final = 1
 
 Json = dict[str, object]
 
-_COLUMNS: Final = ("GB/s", "IOPS", "CPU s/GB", "moved", "seconds")
+_COLUMNS: Final = ("GB/s", "IOPS", "CPU s/GB", "GB/s per core", "moved", "seconds")
 _PERCENTILES: Final = ("p50 µs", "p90 µs", "p99 µs", "p99.9 µs", "max µs")
 
 
@@ -143,6 +143,7 @@ def _bandwidth_json(figures: Bandwidth) -> Json:
         "gb_per_s": figures.gb_per_s,
         "iops": figures.iops,
         "cpu_s_per_gb": figures.cpu_s_per_gb,
+        "gb_per_s_per_core": figures.gb_per_s_per_core,
         **dataclasses.asdict(figures),
     }
 
@@ -201,16 +202,20 @@ def compare_table(result: Comparison, machine: MachineFacts) -> Group:
     rounds = len(contestants[0].runs)
     moved = format_bytes(result.job.size_bytes * result.passes)
     title = f"aio_bench compare: {result.job.describe()}; {rounds} rounds of {moved} each in turn"
-    table = _table(title, "who", "GB/s", "CPU s/GB", "ours / this, GB/s", "ours / this, CPU s/GB")
+    columns = ("who", "GB/s", "CPU s/GB", "GB/s per core")
+    table = _table(title, *columns, "ours / this, GB/s", "ours / this, CPU s/GB")
     for one in contestants:
         table.add_row(
             one.name + (" (best)" if one.name == result.contest.best else ""),
             f"{one.gb_per_s:.3f}",
             f"{one.cpu_s_per_gb:.4f}",
+            f"{one.gb_per_s_per_core:.1f}",
             _ratio(one.throughput),
             _ratio(one.cpu),
         )
-    lines = {"ratios": "median (least to greatest) of the rounds; GB/s and CPU s/GB are medians"}
+    lines = {
+        "ratios": "median (least to greatest) of the rounds; the figures before them are medians"
+    }
     lines["fio"] = result.fio_version
     lines["huge pages"] = ", ".join(
         f"{one.name} {'unknown' if one.huge_bytes is None else format_bytes(one.huge_bytes)}"
@@ -236,6 +241,7 @@ def _figures(figures: Bandwidth, *, shares_cpu: str = "") -> tuple[str, ...]:
         f"{figures.gb_per_s:.3f}",
         f"{figures.iops:.0f}",
         shares_cpu or f"{figures.cpu_s_per_gb:.4f}",
+        shares_cpu or f"{figures.gb_per_s_per_core:.1f}",
         format_bytes(figures.moved_bytes),
         f"{figures.seconds:.3f}",
     )

@@ -77,6 +77,11 @@ class Bandwidth:
         """Processor seconds for 10**9 bytes."""
         return self.cpu_s / (self.moved_bytes / 1e9) if self.moved_bytes else math.inf
 
+    @property
+    def gb_per_s_per_core(self) -> float:
+        """What one fully busy processor would move: 10**9 bytes for a processor second."""
+        return self.moved_bytes / 1e9 / self.cpu_s if self.cpu_s else math.inf
+
 
 class Latency(NamedTuple):
     """How long requests of one block took, in microseconds.

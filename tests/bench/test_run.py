@@ -71,6 +71,7 @@ def test_the_figures_are_those_of_their_parts(bench: Command) -> None:
         assert row["gb_per_s"] == pytest.approx(moved / 1e9 / row["seconds"])
         assert row["iops"] == pytest.approx(row["blocks"] / row["seconds"])
         assert row["cpu_s_per_gb"] == pytest.approx(row["cpu_s"] / (moved / 1e9))
+        assert row["gb_per_s_per_core"] == pytest.approx(1 / row["cpu_s_per_gb"])
 
 
 def test_the_result_says_on_what_it_was_measured(bench: Command) -> None:
