@@ -22,9 +22,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from bench import plot, report
 from bench.compare import Plan, compare
 from bench.config_file import write_aio_block
+from bench.deepnvme import DeepSpeed
 from bench.facts import machine_facts
-from bench.fio_baseline import FIO_ENGINES, FioEngine, find_fio
 from bench.job import OPS, Job, Op, Window
+from bench.rivals import RIVALS, RivalName, open_rivals
 from bench.run import run
 from bench.sweep import Grid, jobs_of, sweep
 from tiering.aio.config import BACKENDS
@@ -105,11 +106,11 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _compare(options: argparse.Namespace) -> None:
-    fio = find_fio()
     job = _job(options, op=options.op, block_bytes=options.block_size, depth=options.queue_depth)
-    plan = Plan(_against(options), pairs=options.pairs, passes=options.passes)
+    plan = Plan(pairs=options.pairs, passes=options.passes)
     machine = machine_facts()
-    result = compare(job, options.path, fio=fio, plan=plan)
+    with open_rivals(_against(options), deepspeed=_deepspeed(options), pages=job.pages) as rivals:
+        result = compare(job, options.path, rivals=rivals, plan=plan)
     if options.json:
         report.write_json(options.json, report.compare_json(result, machine))
     report.show(report.compare_table(result, machine))
@@ -175,7 +176,11 @@ def _job(options: argparse.Namespace, *, op: Op, block_bytes: int, depth: int) -
     )
 
 
-def _against(options: argparse.Namespace) -> tuple[FioEngine, ...]:
+def _deepspeed(options: argparse.Namespace) -> DeepSpeed:
+    return DeepSpeed(options.deepspeed_python, options.deepspeed_parallelism)
+
+
+def _against(options: argparse.Namespace) -> tuple[RivalName, ...]:
     """What to compare with: what was named, or what works like our backend."""
     if options.against:
         return tuple(dict.fromkeys(options.against))
@@ -192,7 +197,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
     _add_run(commands.add_parser("run", help="measure one job on one or several paths"))
     _add_sweep(commands.add_parser("sweep", help="find the best block size and queue depth"))
-    _add_compare(commands.add_parser("compare", help="measure a job beside fio, in turn"))
+    _add_compare(
+        commands.add_parser("compare", help="measure a job beside fio or DeepNVMe, in turn")
+    )
     return parser
 
 
@@ -231,14 +238,30 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="how often a run moves the size of the file (default: %(default)s)",
     )
+    _add_rivals(parser)
+    _add_common(parser)
+
+
+def _add_rivals(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--against",
         action="append",
-        choices=FIO_ENGINES,
-        help="fio's engine; may be repeated (default: io_uring and libaio; for the thread "
-        "backend libaio and psync)",
+        choices=RIVALS,
+        help="fio's engine, or DeepSpeed's DeepNVMe with its memory as installed or on huge pages; "
+        "may be repeated (default: io_uring and libaio; for the thread backend libaio and psync)",
     )
-    _add_common(parser)
+    parser.add_argument(
+        "--deepspeed-python",
+        metavar="PROGRAM",
+        default=sys.executable,
+        help="interpreter where DeepSpeed is installed (default: this one)",
+    )
+    parser.add_argument(
+        "--deepspeed-parallelism",
+        type=_count,
+        default=1,
+        help="DeepNVMe's threads, which share each request (default: %(default)s)",
+    )
 
 
 def _add_sweep(parser: argparse.ArgumentParser) -> None:

@@ -42,10 +42,12 @@ class Outcome(NamedTuple):
     Args:
         bandwidth: what it moved.
         huge_bytes: of its memory on huge pages; None when unknown.
+        mapped_bytes: of its memory; None when unknown.
     """
 
     bandwidth: Bandwidth
     huge_bytes: int | None
+    mapped_bytes: int | None = None
 
 
 Runner = Callable[[], Outcome]
@@ -60,6 +62,7 @@ class Contestant:
         name: ``ours``, or another's.
         runs: one a round.
         huge_bytes: of its memory on huge pages; None when unknown.
+        mapped_bytes: of its memory; None when unknown.
         throughput: ours by this one's; above 1, ours is faster. None for ours itself.
         cpu: ours by this one's processor time for the same bytes; below 1, ours takes less.
     """
@@ -67,6 +70,7 @@ class Contestant:
     name: str
     runs: tuple[Bandwidth, ...]
     huge_bytes: int | None
+    mapped_bytes: int | None
     throughput: Ratio | None
     cpu: Ratio | None
 
@@ -157,6 +161,7 @@ def _judge(name: str, outcomes: Mapping[str, list[Outcome]]) -> Contestant:
         name=name,
         runs=tuple(runs),
         huge_bytes=min(seen, default=None),
+        mapped_bytes=outcomes[name][0].mapped_bytes,
         throughput=None
         if name == OURS
         else ratio([_by(one.gb_per_s, other.gb_per_s) for one, other in pairs]),

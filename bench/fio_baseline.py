@@ -57,7 +57,9 @@ class Fio:
     program: str
     version: str
 
-    def run(self, job: Job, file: Path, *, engine: FioEngine, passes: int) -> Outcome:
+    def run(
+        self, job: Job, file: Path, *, engine: FioEngine, passes: int, flushes: bool = True
+    ) -> Outcome:
         """Run a job.
 
         Args:
@@ -65,6 +67,7 @@ class Fio:
             file: on which existing file.
             engine: by which of fio's ways.
             passes: so many times the file's size is moved.
+            flushes: whether what was written is flushed at the end.
 
         Returns:
             What it moved, and its bytes on huge pages, all of its processes together; None when it
@@ -73,7 +76,8 @@ class Fio:
         Raises:
             FioError: it failed.
         """
-        command = [self.program, *arguments(job, file, engine=engine, passes=passes)]
+        options = arguments(job, file, engine=engine, passes=passes, flushes=flushes)
+        command = [self.program, *options]
         text, huge_bytes = _run(command, job.pages)
         return Outcome(parse(text), huge_bytes)
 
@@ -96,7 +100,9 @@ def find_fio() -> Fio:
     return Fio(program, ran.stdout.strip() or "unknown version")
 
 
-def arguments(job: Job, file: Path, *, engine: FioEngine, passes: int) -> list[str]:
+def arguments(
+    job: Job, file: Path, *, engine: FioEngine, passes: int, flushes: bool = True
+) -> list[str]:
     """The arguments of fio for a job."""
     options: dict[str, object] = {
         "name": "job",
@@ -116,7 +122,7 @@ def arguments(job: Job, file: Path, *, engine: FioEngine, passes: int) -> list[s
         "fallocate": "none",
         "output-format": "json",
     }
-    if job.op != "read":
+    if job.op != "read" and flushes:
         options["end_fsync"] = 1
     options.update(_parallelism(job, engine))
     return [f"--{name}={value}" for name, value in options.items()]
@@ -163,7 +169,10 @@ def parse(text: str) -> Bandwidth:
 def _run(command: Sequence[str], pages: Pages) -> tuple[str, int | None]:
     """Run fio to its end. Returns its output and its bytes on huge pages."""
     huge_bytes = None
-    with _pages_for_children(pages), _started(command, _environment(pages)) as process:
+    with (
+        barred_from_huge_pages(pages == "small"),
+        _started(command, _environment(pages)) as process,
+    ):
         while (ended := _ended(process)) is None:
             huge_bytes = max(huge_bytes or 0, _huge_bytes(process.pid) or 0)
         output, errors = ended
@@ -216,9 +225,9 @@ def _environment(pages: Pages) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _pages_for_children(pages: Pages) -> Iterator[None]:
-    """Bar child processes from huge pages where that is wanted."""
-    if pages == "huge":
+def barred_from_huge_pages(wanted: bool) -> Iterator[None]:  # noqa: FBT001 - it is the question
+    """Bar processes started meanwhile from huge pages where that is wanted."""
+    if not wanted:
         yield
         return
     prctl = ctypes.CDLL(None, use_errno=True).prctl

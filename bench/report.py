@@ -93,7 +93,8 @@ def sweep_json(result: SweepResult, machine: MachineFacts) -> Json:
 def compare_json(result: Comparison, machine: MachineFacts) -> Json:
     """A comparison."""
     value = _head("compare", result.job, machine)
-    value["fio_version"] = result.fio_version
+    value["fio_version"] = result.versions.get("fio", "")
+    value["versions"] = result.versions
     value["passes"] = result.passes
     value["path"] = _facts_json(result.path, result.engine)
     value["contestants"] = [_contestant_json(one) for one in result.contest.contestants]
@@ -152,6 +153,7 @@ def _contestant_json(one: Contestant) -> Json:
     return {
         "name": one.name,
         "huge_bytes": one.huge_bytes,
+        "mapped_bytes": one.mapped_bytes,
         "runs": [_bandwidth_json(run) for run in one.runs],
         "throughput_ratio": one.throughput and one.throughput._asdict(),
         "cpu_ratio": one.cpu and one.cpu._asdict(),
@@ -216,11 +218,8 @@ def compare_table(result: Comparison, machine: MachineFacts) -> Group:
     lines = {
         "ratios": "median (least to greatest) of the rounds; the figures before them are medians"
     }
-    lines["fio"] = result.fio_version
-    lines["huge pages"] = ", ".join(
-        f"{one.name} {'unknown' if one.huge_bytes is None else format_bytes(one.huge_bytes)}"
-        for one in contestants
-    )
+    lines.update(result.versions)
+    lines["huge pages"] = ", ".join(f"{one.name} {_huge_pages(one)}" for one in contestants)
     lines.update(
         {name: f"not usable: {reason}" for name, reason in result.contest.unusable.items()}
     )
@@ -258,6 +257,11 @@ def _ratio(ratio: Ratio | None) -> str:
     if ratio is None:
         return "-"
     return f"{ratio.median:.3f} ({ratio.least:.3f} to {ratio.greatest:.3f})"
+
+
+def _huge_pages(one: Contestant) -> str:
+    huge = "unknown" if one.huge_bytes is None else format_bytes(one.huge_bytes)
+    return huge if one.mapped_bytes is None else f"{huge} of {format_bytes(one.mapped_bytes)}"
 
 
 def _path_notes(result: PathResult) -> Table:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
+import sys
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -41,6 +44,15 @@ def folder(tmp_path: Path) -> Path:
     folder = tmp_path / "drive"
     folder.mkdir()
     return folder
+
+
+@pytest.fixture
+def deepspeed_python() -> str:
+    """An interpreter that has DeepSpeed and its async_io."""
+    named = os.environ.get("ZERO_INFINITY_DEEPSPEED_PYTHON", "")
+    if named or importlib.util.find_spec("deepspeed"):
+        return named or sys.executable
+    pytest.skip("needs deepspeed, or ZERO_INFINITY_DEEPSPEED_PYTHON, an interpreter that has it")
 
 
 @pytest.fixture
