@@ -27,6 +27,7 @@ from bench.facts import machine_facts
 from bench.job import OPS, Job, Op, Window
 from bench.rivals import RIVALS, RivalName, open_rivals
 from bench.run import run
+from bench.small import SmallPlan, small
 from bench.sweep import Grid, jobs_of, sweep
 from tiering.aio.config import BACKENDS
 from tiering.errors import ConfigError, SpaceError, TieringError, TieringWarning
@@ -116,6 +117,18 @@ def _compare(options: argparse.Namespace) -> None:
     report.show(report.compare_table(result, machine))
 
 
+def _small(options: argparse.Namespace) -> None:
+    options.size = options.count * max(*options.tensor_bytes, options.block_size)
+    job = _job(options, op="write", block_bytes=options.block_size, depth=options.queue_depth)
+    plan = SmallPlan(options.tensor_bytes, options.count, options.passes, options.rounds)
+    machine = machine_facts()
+    with open_rivals(_against(options), deepspeed=_deepspeed(options), pages=job.pages) as rivals:
+        result = small(job, options.path, rivals=rivals, plan=plan)
+    if options.json:
+        report.write_json(options.json, report.small_json(result, machine))
+    report.show(report.small_table(result, machine))
+
+
 def _sweep(options: argparse.Namespace) -> None:
     if options.plot:
         plot.check_plotting()
@@ -200,6 +213,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_compare(
         commands.add_parser("compare", help="measure a job beside fio or DeepNVMe, in turn")
     )
+    _add_small(commands.add_parser("small", help="swap many small tensors beside them, in turn"))
     return parser
 
 
@@ -240,6 +254,33 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     )
     _add_rivals(parser)
     _add_common(parser)
+
+
+def _add_small(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command=_small, seconds=1.0, warmup=0.0, requests=0, request_size=0)
+    parser.set_defaults(buffered=False, unregistered=False, pages="huge")
+    parser.add_argument("--path", "-p", type=Path, required=True, help="folder on the drive")
+    parser.add_argument(
+        "--tensor-bytes",
+        type=_sizes,
+        default=(2**16, 2**18, 2**20),
+        help="sizes of a tensor, separated by commas (default: 64KiB,256KiB,1MiB)",
+    )
+    parser.add_argument(
+        "--count", type=_count, default=512, help="tensors at once (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--passes",
+        type=_count,
+        default=8,
+        help="how often a run moves all of them (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--rounds", type=_count, default=5, help="of each size, each way (default: %(default)s)"
+    )
+    _add_blocks(parser)
+    _add_rivals(parser)
+    _add_engine(parser)
 
 
 def _add_rivals(parser: argparse.ArgumentParser) -> None:
@@ -309,6 +350,10 @@ def _add_one_job(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--op", choices=OPS, default="read", help="mixed is one read for one write (default: read)"
     )
+    _add_blocks(parser)
+
+
+def _add_blocks(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--block-size", type=_size, default=2**20, help="of one transfer (default: 1MiB)"
     )
@@ -354,12 +399,16 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         "blocks (default: enough for Python to cost little)",
     )
     parser.add_argument(
-        "--backend", choices=_BACKENDS, default="auto", help="a named one must be usable"
+        "--pages", choices=("huge", "small"), default="huge", help="of the memory (default: huge)"
     )
     parser.add_argument("--buffered", action="store_true", help="go through the page cache")
     parser.add_argument("--unregistered", action="store_true", help="do not register the memory")
+    _add_engine(parser)
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--pages", choices=("huge", "small"), default="huge", help="of the memory (default: huge)"
+        "--backend", choices=_BACKENDS, default="auto", help="a named one must be usable"
     )
     parser.add_argument("--seed", type=_whole, default=0, help="of the data (default: 0)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything here as well")

@@ -202,26 +202,30 @@ class DeepNvmeProcess:
     ) -> None:
         self._stop()
 
-    def run(self, job: Job, sides: Sequence[Side], *, flushes: bool) -> Outcome:
-        """Do all requests once; memory and handles are made before, where they are new.
+    def run(
+        self, job: Job, sides: Sequence[Side], *, waves: int = 1, flushes: bool = True
+    ) -> Outcome:
+        """Do all requests; memory and handles are made before, where they are new.
 
         Args:
             job: with which block size and depth.
             sides: what.
+            waves: so often, each time waiting for all of them.
             flushes: whether what was written is flushed at the end of the window.
 
         Raises:
             DeepNvmeError: it failed, or its process ended.
         """
         self._prepare(job, sides)
-        done = self._ask(do="run", sides=[_plain(side) for side in sides], flush=flushes)
+        plain = [_plain(side) for side in sides]
+        done = self._ask(do="run", sides=plain, waves=waves, flush=flushes)
         huge_bytes = self._pages["huge_bytes"]
         return Outcome(
             Bandwidth(
                 seconds=float(str(done["seconds"])),
-                read_bytes=sum(side.moved_bytes for side in sides if side.verb == "read"),
-                written_bytes=sum(side.moved_bytes for side in sides if side.verb == "write"),
-                blocks=sum(side.blocks(job.block_bytes) for side in sides),
+                read_bytes=waves * sum(one.moved_bytes for one in sides if one.verb == "read"),
+                written_bytes=waves * sum(one.moved_bytes for one in sides if one.verb == "write"),
+                blocks=waves * sum(one.blocks(job.block_bytes) for one in sides),
                 cpu_s=float(str(done["cpu_s"])),
             ),
             None if huge_bytes is None else int(str(huge_bytes)),

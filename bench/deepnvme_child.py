@@ -85,11 +85,12 @@ class DeepNvme:
             piece.copy_(unlike[: piece.numel()])
         return memory
 
-    def run(self, *, sides: list[dict[str, Any]], flush: bool) -> dict[str, object]:
+    def run(self, *, sides: list[dict[str, Any]], waves: int, flush: bool) -> dict[str, object]:
         """Do all requests of all sides.
 
         Args:
             sides: for each a verb, and requests: file, its offset, place in the memory, bytes.
+            waves: so often, each time waiting for all of them.
             flush: have what was written on the drive, as part of the window.
         """
         calls = [
@@ -105,7 +106,8 @@ class DeepNvme:
             end.zero_()
         written = {call[2] for n, part in enumerate(calls) if n not in read for call in part}
         start_s, start_cpu_s = time.perf_counter(), cpu_s()
-        self._move(calls)
+        for _ in range(waves):
+            self._move(calls)
         if flush:
             for file in written:
                 sync(file)

@@ -174,7 +174,7 @@ def _run(command: Sequence[str], pages: Pages) -> tuple[str, int | None]:
         _started(command, _environment(pages)) as process,
     ):
         while (ended := _ended(process)) is None:
-            huge_bytes = max(huge_bytes or 0, _huge_bytes(process.pid) or 0)
+            huge_bytes = max(huge_bytes or 0, huge_bytes_of(process.pid) or 0)
         output, errors = ended
     if process.returncode:
         words = errors.strip() or output.partition("{")[0].strip() or f"exit {process.returncode}"
@@ -238,8 +238,8 @@ def barred_from_huge_pages(wanted: bool) -> Iterator[None]:  # noqa: FBT001 - it
         prctl(_PR_SET_THP_DISABLE, 0, 0, 0, 0)
 
 
-def _huge_bytes(pid: int) -> int | None:
-    """Of a process and its children, on huge pages."""
+def huge_bytes_of(pid: int) -> int | None:
+    """Bytes of a process and its children on huge pages; None where the kernel does not say."""
     found = None
     with contextlib.suppress(psutil.Error, OSError):
         process = psutil.Process(pid)

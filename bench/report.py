@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -13,10 +14,11 @@ from rich.text import Text
 
 from bench.compare import Comparison
 from bench.config_file import AioBlock
-from bench.contest import Contestant, Ratio
+from bench.contest import Contest, Contestant, Ratio
 from bench.facts import EngineFacts, MachineFacts, PathFacts
 from bench.job import Job
 from bench.run import PathResult, Row, RunResult
+from bench.small import SmallResult
 from bench.sweep import Setting, SweepResult, aio_block
 from bench.workload import Bandwidth, Latency
 from tiering.errors import ConfigError
@@ -28,6 +30,10 @@ JSON_SCHEMA: Final = 1
 Json = dict[str, object]
 
 _COLUMNS: Final = ("GB/s", "IOPS", "CPU s/GB", "GB/s per core", "moved", "seconds")
+_CONTEST_COLUMNS: Final = (
+    *("who", "GB/s", "CPU s/GB", "GB/s per core"),
+    *("ours / this, GB/s", "ours / this, CPU s/GB"),
+)
 _PERCENTILES: Final = ("p50 µs", "p90 µs", "p99 µs", "p99.9 µs", "max µs")
 
 
@@ -97,10 +103,35 @@ def compare_json(result: Comparison, machine: MachineFacts) -> Json:
     value["versions"] = result.versions
     value["passes"] = result.passes
     value["path"] = _facts_json(result.path, result.engine)
-    value["contestants"] = [_contestant_json(one) for one in result.contest.contestants]
-    value["unusable"] = result.contest.unusable
-    value["best"] = result.contest.best
+    value.update(_contest_json(result.contest))
     return value
+
+
+def small_json(result: SmallResult, machine: MachineFacts) -> Json:
+    """Small tensors."""
+    value = _head("small", result.job, machine)
+    # Sizes and operations stand with the rows.
+    del value["job"]
+    value["aio"] = dataclasses.asdict(result.job.config())
+    value["seed"] = result.job.seed
+    value["tensors"] = result.plan.tensors
+    value["passes"] = result.plan.passes
+    value["torch_threads"] = result.torch_threads
+    value["versions"] = result.versions
+    value["path"] = {**result.path._asdict(), "engine": dataclasses.asdict(result.engine)}
+    value["rows"] = [
+        {"tensor_bytes": row.tensor_bytes, "op": row.op, **_contest_json(row.contest)}
+        for row in result.rows
+    ]
+    return value
+
+
+def _contest_json(contest: Contest) -> Json:
+    return {
+        "contestants": [_contestant_json(one) for one in contest.contestants],
+        "unusable": contest.unusable,
+        "best": contest.best,
+    }
 
 
 def _head(command: str, job: Job, machine: MachineFacts) -> Json:
@@ -200,37 +231,65 @@ def sweep_table(result: SweepResult, machine: MachineFacts) -> Group:
 
 def compare_table(result: Comparison, machine: MachineFacts) -> Group:
     """A comparison."""
-    contestants = result.contest.contestants
-    rounds = len(contestants[0].runs)
+    rounds = len(result.contest.contestants[0].runs)
     moved = format_bytes(result.job.size_bytes * result.passes)
     title = f"aio_bench compare: {result.job.describe()}; {rounds} rounds of {moved} each in turn"
-    columns = ("who", "GB/s", "CPU s/GB", "GB/s per core")
-    table = _table(title, *columns, "ours / this, GB/s", "ours / this, CPU s/GB")
-    for one in contestants:
-        table.add_row(
-            one.name + (" (best)" if one.name == result.contest.best else ""),
+    table = _table(title, *_CONTEST_COLUMNS)
+    for cells in _contest_rows(result.contest):
+        table.add_row(*cells)
+    lines = _contest_lines(result.contest, result.versions)
+    lines.update(_facts_lines(result.path, result.engine))
+    return Group(table, _notes(lines), _machine_notes(machine, result.job))
+
+
+def small_table(result: SmallResult, machine: MachineFacts) -> Group:
+    """Small tensors."""
+    job, plan = result.job, result.plan
+    title = (
+        f"aio_bench small: {plan.tensors} tensors at once, {plan.passes} times; blocks of "
+        f"{format_bytes(job.block_bytes)} at most, queue depth {job.queue_depth}; "
+        f"{plan.rounds} rounds in turn"
+    )
+    table = _table(title, "tensor", "job", *_CONTEST_COLUMNS)
+    for row in result.rows:
+        name = "overwrite" if row.op == "write" else row.op
+        for cells in _contest_rows(row.contest):
+            table.add_row(format_bytes(row.tensor_bytes), name, *cells)
+        table.add_section()
+    lines = _contest_lines(result.rows[-1].contest, result.versions)
+    lines["path"] = _path_line(result.path)
+    stats = result.engine
+    lines["backend"] = stats.backend + f": {stats.backend_reason}" * bool(stats.backend_reason)
+    lines["fixed buffers"] = _fixed_buffers(stats.registered_bytes, stats.register_reason)
+    lines["copies"] = f"by torch, {result.torch_threads} threads"
+    return Group(table, _notes(lines), _machine_notes(machine, job))
+
+
+def _contest_rows(contest: Contest) -> Iterator[tuple[str, ...]]:
+    for one in contest.contestants:
+        yield (
+            one.name + (" (best)" if one.name == contest.best else ""),
             f"{one.gb_per_s:.3f}",
             f"{one.cpu_s_per_gb:.4f}",
             f"{one.gb_per_s_per_core:.1f}",
             _ratio(one.throughput),
             _ratio(one.cpu),
         )
-    lines = {
-        "ratios": "median (least to greatest) of the rounds; the figures before them are medians"
+
+
+def _contest_lines(contest: Contest, versions: dict[str, str]) -> dict[str, str]:
+    return {
+        "ratios": "median (least to greatest) of the rounds; the figures before them are medians",
+        **versions,
+        "huge pages": ", ".join(f"{one.name} {_huge_pages(one)}" for one in contest.contestants),
+        **{name: f"not usable: {reason}" for name, reason in contest.unusable.items()},
     }
-    lines.update(result.versions)
-    lines["huge pages"] = ", ".join(f"{one.name} {_huge_pages(one)}" for one in contestants)
-    lines.update(
-        {name: f"not usable: {reason}" for name, reason in result.contest.unusable.items()}
-    )
-    lines.update(_facts_lines(result.path, result.engine))
-    return Group(table, _notes(lines), _machine_notes(machine, result.job))
 
 
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left")
     for name in columns:
-        is_text = name in {"path", "job", "who"}
+        is_text = name in {"path", "job", "who", "tensor"}
         table.add_column(name, justify="left" if is_text else "right", overflow="fold")
     return table
 
@@ -280,15 +339,23 @@ def _path_notes(result: PathResult) -> Table:
 
 def _facts_lines(path: PathFacts, engine: EngineFacts) -> dict[str, str]:
     return {
-        "path": f"{path.path} on {path.drive}, {path.file_system or 'unknown file system'}",
+        "path": _path_line(path),
         "O_DIRECT": "in effect" if engine.direct else f"off: {engine.direct_reason}",
         "backend": engine.backend + (f": {engine.backend_reason}" * bool(engine.backend_reason)),
         "fixed files": "on" if engine.fixed_files else "off",
-        "fixed buffers": format_bytes(engine.registered_bytes)
-        if engine.registered_bytes
-        else engine.register_reason.removeprefix("fixed buffers: ") or "off",
+        "fixed buffers": _fixed_buffers(engine.registered_bytes, engine.register_reason),
         "pages": engine.pages.describe(),
     }
+
+
+def _path_line(path: PathFacts) -> str:
+    return f"{path.path} on {path.drive}, {path.file_system or 'unknown file system'}"
+
+
+def _fixed_buffers(registered_bytes: int, reason: str) -> str:
+    if registered_bytes:
+        return format_bytes(registered_bytes)
+    return reason.removeprefix("fixed buffers: ") or "off"
 
 
 def _machine_notes(machine: MachineFacts, job: Job) -> Table:

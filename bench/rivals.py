@@ -7,6 +7,7 @@ run in turn.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,8 +97,12 @@ class FioRival:
 
     def runner(self, task: Task) -> Runner:
         """Run fio on the one file; a tensor is a block to it."""
+        job = task.job
+        if task.tensors:
+            tensor_bytes = job.size_bytes // len(task.tensors)
+            job = dataclasses.replace(job, block_bytes=tensor_bytes)
         return lambda: self.fio.run(
-            task.job,
+            job,
             task.file,
             engine=self.engine,
             passes=task.passes,
@@ -137,7 +142,9 @@ class DeepNvmeRival:
             )
         sides = _sides(task)
         check_division(self.deepspeed, sides)
-        return lambda: self.process.run(task.job, sides, flushes=task.flushes)
+        # A large file is walked without a pause; tensors are all back before they go out again.
+        waves = task.passes if task.tensors else 1
+        return lambda: self.process.run(task.job, sides, waves=waves, flushes=task.flushes)
 
 
 def _sides(task: Task) -> tuple[Side, ...]:

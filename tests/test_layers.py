@@ -47,7 +47,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("bench.workload", "bench.facts"),
     ("bench.contest",),
     ("bench.fio_baseline", "bench.deepnvme"),
-    ("bench.run", "bench.sweep", "bench.rivals", "bench.compare"),
+    ("bench.run", "bench.sweep", "bench.rivals", "bench.compare", "bench.small"),
     ("bench.report", "bench.plot"),
     ("bench", "bench.aio_bench"),
 )

@@ -62,9 +62,9 @@ def bench(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> C
     def run(name: str, *arguments: str) -> Outcome:
         file = tmp_path / "result.json"
         file.unlink(missing_ok=True)
-        brief = [] if name == "compare" else ["--requests", "4"]
-        common = ["--size", "16MiB", "--block-size", "256KiB", "--queue-depth", "4"]
-        common += [*brief, "--json", str(file)]
+        common = ["--block-size", "256KiB", "--queue-depth", "4", "--json", str(file)]
+        common += [] if name == "small" else ["--size", "16MiB"]
+        common += ["--requests", "4"] if name in {"run", "sweep"} else []
         try:
             code = main([name, "--path", str(folder), *common, *arguments])
         except SystemExit as error:  # of the argument parser

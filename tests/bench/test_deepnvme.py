@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
+import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench.deepnvme import sides_of_file
 from bench.job import Job
-from tests.bench.conftest import Command
+from tests.bench.conftest import Command, Outcome
+from tiering import TensorSwapper
 
 MIB = 2**20
 AGAINST = ("--against", "deepnvme")
@@ -70,6 +75,12 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (package / "ops" / "op_builder.py").write_text(LIBRARY)
     paths = [str(package.parent), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+
+
+@pytest.fixture
+def run_small(bench: Command) -> Callable[..., Outcome]:
+    """Runs ``aio_bench small`` for one round."""
+    return functools.partial(bench, "small", "--rounds", "1")
 
 
 @pytest.mark.parametrize("op", ["read", "write", "mixed"])
@@ -155,6 +166,63 @@ def test_the_real_one_says_which_pages_it_got(bench: Command, deepspeed_python: 
     assert plain["huge_bytes"] in range(plain["mapped_bytes"] + 1)
     assert all(one["huge_bytes"] >= one["mapped_bytes"] // 2 for one in huge)
     assert huge or "huge pages" in found.json["unusable"]["deepnvme-huge"]
+
+
+def test_small_tensors_go_out_and_come_back(run_small, library: None) -> None:
+    found = run_small(*AGAINST, "--tensor-bytes", "64KiB,128KiB", "--count", "8", "--passes", "2")
+    assert found.code == 0, found.err
+    rows = found.json["rows"]
+    assert [(row["tensor_bytes"], row["op"]) for row in rows] == [
+        (2**16, "write"),
+        (2**16, "read"),
+        (2**17, "write"),
+        (2**17, "read"),
+    ]
+    for row in rows:
+        ours, other = row["contestants"]
+        assert (ours["name"], other["name"]) == ("ours", "deepnvme")
+        for run in (*ours["runs"], *other["runs"]):
+            moved_bytes = 2 * 8 * row["tensor_bytes"]
+            both = (run["read_bytes"], run["written_bytes"])
+            assert both == ((moved_bytes, 0) if row["op"] == "read" else (0, moved_bytes))
+            assert run["blocks"] == 16
+    assert found.json["path"]["engine"]["backend"] in {"uring", "threads", "python"}
+    assert all(word in found.out for word in ("overwrite", "64 KiB", "128 KiB", "deepnvme"))
+
+
+def test_small_tensors_of_uneven_size_are_refused(run_small, library: None) -> None:
+    found = run_small(*AGAINST, "--tensor-bytes", "5000")
+    assert found.code == 2
+    assert "--tensor-bytes" in found.err
+
+
+def test_a_small_tensor_that_comes_back_changed_is_an_error(
+    run_small, library: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = TensorSwapper.swap_in
+
+    def changed(swapper: TensorSwapper, key: str, out: torch.Tensor) -> object:
+        transfer = plain(swapper, key, out)
+        transfer.wait()
+        out[5] ^= 1
+        return transfer
+
+    monkeypatch.setattr(TensorSwapper, "swap_in", changed)
+    found = run_small(*AGAINST, "--tensor-bytes", "64KiB", "--count", "2")
+    assert found.code == 1
+    assert "did not come back as it went out" in found.err
+
+
+def test_fio_moves_a_small_tensor_as_a_block(run_small) -> None:
+    if shutil.which("fio") is None:
+        pytest.skip("fio is not installed")
+    arguments = ["--tensor-bytes", "64KiB", "--count", "8", "--block-size", "16KiB"]
+    found = run_small("--against", "psync", *arguments)
+    assert found.code == 0, found.err
+    for row in found.json["rows"]:
+        ours, other = row["contestants"]
+        assert (ours["name"], other["name"]) == ("ours", "fio psync")
+        assert [run["blocks"] for run in other["runs"]] == [8 * 8]
 
 
 @pytest.mark.parametrize("op", ["read", "mixed"])
