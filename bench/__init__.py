@@ -4,5 +4,5 @@ In the order of a measurement: `sizes` (text to bytes), `job` (what is to be don
 which memory), `lane` (on which file, through which engine), `workload` (one timed window), `facts`
 (on what machine), `report` (tables and JSON); and the commands: `run`; `sweep` with `plot` and
 `config_file`; `compare` and `small`, both a `contest` with `rivals`, which are `fio_baseline`, and
-`deepnvme` with `deepnvme_child`; `aio_bench` reads the command line.
+`deepnvme` with `deepnvme_child`; `table`, of many comparisons; `aio_bench` reads the command line.
 """

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import signal
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Final, TypeVar
@@ -24,11 +25,14 @@ from bench.compare import Plan, compare
 from bench.config_file import write_aio_block
 from bench.deepnvme import DeepSpeed
 from bench.facts import machine_facts
+from bench.fio_baseline import FIO_ENGINES
 from bench.job import OPS, Job, Op, Window
 from bench.rivals import RIVALS, RivalName, open_rivals
 from bench.run import run
 from bench.small import SmallPlan, small
 from bench.sweep import Grid, jobs_of, sweep
+from bench.table import TablePlan, table
+from bench.table import jobs_of as jobs_of_table
 from tiering.aio.config import BACKENDS
 from tiering.errors import ConfigError, SpaceError, TieringError, TieringWarning
 from tiering.sizes import parse_bytes
@@ -139,19 +143,9 @@ def _sweep(options: argparse.Namespace) -> None:
     if options.write_config:
         write_aio_block(options.write_config, {})  # likewise for the file
     machine = machine_facts()
-    with _progress() as progress:
-        runs = len(grid.ops) * len(grid.settings()) * grid.rounds
-        task = progress.add_task("", total=runs)
-        done = iter(range(runs + 1))
-        result = sweep(
-            job,
-            options.path,
-            grid=grid,
-            advance=lambda text: progress.update(
-                task, completed=max(0, next(done) - 1), description=text
-            ),
-        )
-        progress.update(task, completed=runs)
+    steps = len(grid.ops) * len(grid.settings()) * grid.rounds
+    with _shown(steps, uncounted=1) as advance:  # the first write
+        result = sweep(job, options.path, grid=grid, advance=advance)
     if options.json:
         report.write_json(options.json, report.sweep_json(result, machine))
     if options.plot:
@@ -161,14 +155,31 @@ def _sweep(options: argparse.Namespace) -> None:
     report.show(report.sweep_table(result, machine))
 
 
-def _progress() -> Progress:
-    return Progress(
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
-        console=Console(stderr=True),
-    )
+def _table(options: argparse.Namespace) -> None:
+    job = _job(options, op=options.op[0], block_bytes=options.block_size, depth=options.queue_depth)
+    against = tuple(dict.fromkeys(options.against or FIO_ENGINES))
+    plan = TablePlan(options.op, against, options.rounds)
+    machine = machine_facts()
+    with _shown(len(jobs_of_table(job, plan.ops))) as advance:
+        result = table(job, options.path, plan=plan, deepspeed=_deepspeed(options), advance=advance)
+    if options.json:
+        report.write_json(options.json, report.table_json(result, machine))
+    if options.markdown:
+        report.write_text(options.markdown, report.table_markdown(result, machine))
+    report.show(report.table_table(result, machine))
+
+
+@contextlib.contextmanager
+def _shown(steps: int, *, uncounted: int = 0) -> Iterator[Callable[[str], None]]:
+    """A bar; what it yields is called before each step, and before some that are not counted."""
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(
+        *columns, TextColumn("{task.description}"), console=Console(stderr=True)
+    ) as progress:
+        task = progress.add_task("", total=steps)
+        done = itertools.count(-uncounted)
+        yield lambda text: progress.update(task, completed=max(0, next(done)), description=text)
+        progress.update(task, completed=steps)
 
 
 def _job(options: argparse.Namespace, *, op: Op, block_bytes: int, depth: int) -> Job:
@@ -213,6 +224,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_compare(
         commands.add_parser("compare", help="measure a job beside fio or DeepNVMe, in turn")
     )
+    _add_table(commands.add_parser("table", help="compare every way we have, for a document"))
     _add_small(commands.add_parser("small", help="swap many small tensors beside them, in turn"))
     return parser
 
@@ -254,6 +266,23 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     )
     _add_rivals(parser)
     _add_common(parser)
+
+
+def _add_table(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command=_table, seconds=1.0, warmup=0.0, requests=0, request_size=0)
+    parser.set_defaults(backend="auto", buffered=False, unregistered=False, pages="huge")
+    parser.add_argument("--path", "-p", type=Path, required=True, help="folder on the drive")
+    _add_ops(parser)
+    parser.add_argument("--size", type=_size, default=2**32, help="of the file (default: 4GiB)")
+    parser.add_argument(
+        "--rounds", type=_count, default=5, help="of each comparison (default: %(default)s)"
+    )
+    _add_blocks(parser)
+    _add_rivals(parser)
+    _add_seed_and_json(parser)
+    parser.add_argument(
+        "--markdown", type=Path, metavar="FILE", help="write the table here, for a document"
+    )
 
 
 def _add_small(parser: argparse.ArgumentParser) -> None:
@@ -308,9 +337,7 @@ def _add_rivals(parser: argparse.ArgumentParser) -> None:
 def _add_sweep(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=_sweep)
     parser.add_argument("--path", "-p", type=Path, required=True, help="folder on the drive")
-    parser.add_argument(
-        "--op", type=_ops, default=OPS, help="operations, separated by commas (default: all)"
-    )
+    _add_ops(parser)
     parser.add_argument(
         "--block-size",
         type=_sizes,
@@ -344,6 +371,12 @@ def _add_sweep(parser: argparse.ArgumentParser) -> None:
         help="put the best setting into the aio block of this JSON file; the rest stays as it is",
     )
     _add_common(parser)
+
+
+def _add_ops(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--op", type=_ops, default=OPS, help="operations, separated by commas (default: all)"
+    )
 
 
 def _add_one_job(parser: argparse.ArgumentParser) -> None:
@@ -410,6 +443,10 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend", choices=_BACKENDS, default="auto", help="a named one must be usable"
     )
+    _add_seed_and_json(parser)
+
+
+def _add_seed_and_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=_whole, default=0, help="of the data (default: 0)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything here as well")
 

@@ -103,22 +103,28 @@ class Contest(NamedTuple):
 
     @property
     def best(self) -> str:
-        """Name of the one beside ours that moved most, by its median."""
+        """Name of the one beside ours that moved most, by its median; empty where we are alone."""
+        if len(self.contestants) == 1:
+            return ""
         return max(self.contestants[1:], key=lambda one: one.gb_per_s).name
 
 
-def hold(runners: Mapping[str, Runner], rounds: int) -> Contest:
+def hold(runners: Mapping[str, Runner], rounds: int, *, may_be_alone: bool = False) -> Contest:
     """Let everybody run once, unmeasured, and then the rounds.
 
     Args:
         runners: by name; ours, which has the name `OURS`, is among them.
         rounds: how many.
+        may_be_alone: measure us even where nobody else can work.
 
     Raises:
         RivalError: nobody but us can work here, or somebody failed in a round.
     """
     usable = dict(runners)
     unusable = _remove_unusable(usable)
+    if len(usable) == 1 and not may_be_alone:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in unusable.items())
+        raise RivalError(f"nothing to compare with: {reasons}")
     outcomes = _alternate(usable, rounds)
     return Contest(tuple(_judge(name, outcomes) for name in usable), unusable)
 
@@ -129,9 +135,6 @@ def _remove_unusable(runners: dict[str, Runner]) -> dict[str, str]:
     unusable = {name: failure for name, failure in failures.items() if failure}
     for name in unusable:
         del runners[name]
-    if len(runners) == 1:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in unusable.items())
-        raise RivalError(f"nothing to compare with: {reasons}")
     return unusable
 
 

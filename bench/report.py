@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from bench.buffers import PageFacts
 from bench.compare import Comparison
 from bench.config_file import AioBlock
-from bench.contest import Contest, Contestant, Ratio
+from bench.contest import Contest, Contestant, Ratio, ratio
 from bench.facts import EngineFacts, MachineFacts, PathFacts
 from bench.job import Job
 from bench.run import PathResult, Row, RunResult
 from bench.small import SmallResult
 from bench.sweep import Setting, SweepResult, aio_block
+from bench.table import TableResult, best_fio
 from bench.workload import Bandwidth, Latency
 from tiering.errors import ConfigError
 from tiering.sizes import format_bytes
@@ -34,6 +36,13 @@ _CONTEST_COLUMNS: Final = (
     *("who", "GB/s", "CPU s/GB", "GB/s per core"),
     *("ours / this, GB/s", "ours / this, CPU s/GB"),
 )
+_TEXT_COLUMNS: Final = frozenset(
+    {
+        *("path", "job", "who", "tensor"),
+        *("operation", "backend", "memory", "pages", "best fio"),
+    }
+)
+_WORDS: Final = frozenset({"operation", "backend", "memory", "best fio"})
 _PERCENTILES: Final = ("p50 µs", "p90 µs", "p99 µs", "p99.9 µs", "max µs")
 
 
@@ -43,8 +52,17 @@ def write_json(path: Path, value: Json) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
     try:
-        path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
@@ -53,7 +71,7 @@ def show(renderable: RenderableType) -> None:
     """Print on the standard output, as wide as it needs to be where that is no terminal."""
     console = Console()
     if not console.is_terminal:
-        console = Console(width=160)
+        console = Console(width=240)
     console.print(renderable)
 
 
@@ -121,6 +139,26 @@ def small_json(result: SmallResult, machine: MachineFacts) -> Json:
     value["path"] = {**result.path._asdict(), "engine": dataclasses.asdict(result.engine)}
     value["rows"] = [
         {"tensor_bytes": row.tensor_bytes, "op": row.op, **_contest_json(row.contest)}
+        for row in result.rows
+    ]
+    return value
+
+
+def table_json(result: TableResult, machine: MachineFacts) -> Json:
+    """A table."""
+    value = _head("table", result.job, machine)
+    value["rounds"] = result.plan.rounds
+    value["versions"] = result.versions
+    value["unusable"] = result.unusable
+    value["rows"] = [
+        {
+            "op": row.job.op,
+            "backend": row.job.backend,
+            "registration": row.job.registration if row.job.backend == "uring" else None,
+            "pages": row.job.pages,
+            "path": _facts_json(row.path, row.engine),
+            **_contest_json(row.contest),
+        }
         for row in result.rows
     ]
     return value
@@ -242,6 +280,111 @@ def compare_table(result: Comparison, machine: MachineFacts) -> Group:
     return Group(table, _notes(lines), _machine_notes(machine, result.job))
 
 
+def table_table(result: TableResult, machine: MachineFacts) -> Group:
+    """A table, with its facts."""
+    columns, rows = _all_ways(result)
+    table = _table(f"aio_bench table: {_table_terms(result)}", *columns)
+    for cells in rows:
+        table.add_row(*cells)
+    lines = _table_lines(result)
+    return Group(table, _notes(lines), _machine_notes(machine, result.job))
+
+
+def table_markdown(result: TableResult, machine: MachineFacts) -> str:
+    """The same for a document."""
+    columns, rows = _all_ways(result)
+    aligned = ["---" if name in _TEXT_COLUMNS else "---:" for name in columns]
+    lines = [f"| {' | '.join(cells)} |" for cells in (columns, aligned, *rows)]
+    facts = {**_table_lines(result), **_machine_lines(machine, result.job)}
+    notes = [f"- {name}: {text}" for name, text in facts.items()]
+    return "\n".join([*lines, "", f"{_table_terms(result)}.", "", *notes, ""])
+
+
+def _table_terms(result: TableResult) -> str:
+    job = result.job
+    return (
+        f"{format_bytes(job.size_bytes)} in blocks of {format_bytes(job.block_bytes)}, queue depth "
+        f"{job.queue_depth}; {result.plan.rounds} rounds in turn; median (least to greatest)"
+    )
+
+
+def _all_ways(result: TableResult) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Columns, and the cells of each row."""
+    others = [name for name in result.plan.against if name.startswith("deepnvme")]
+    columns = (
+        *("operation", "backend", "memory", "pages", "GB/s", "CPU s/GB", "GB/s per core"),
+        *("ours / best fio, GB/s", "ours / best fio, CPU", "best fio"),
+        *(f"ours / {name}, {what}" for name in others for what in ("GB/s", "CPU")),
+    )
+    return columns, [_way(row, others) for row in result.rows]
+
+
+def _way(row: Comparison, others: Sequence[str]) -> tuple[str, ...]:
+    by_name = {one.name: one for one in row.contest.contestants}
+    ours, fio = row.contest.contestants[0], best_fio(row)
+    return (
+        "overwrite" if row.job.op == "write" else row.job.op,
+        row.job.backend,
+        _registration(row),
+        _pages(row.engine.pages),
+        _ratio(ratio([run.gb_per_s for run in ours.runs])),
+        f"{ours.cpu_s_per_gb:.4f}",
+        f"{ours.gb_per_s_per_core:.1f}",
+        *_ratios(fio),
+        fio.name.removeprefix("fio ") if fio else "-",
+        *(cell for name in others for cell in _ratios(by_name.get(name))),
+    )
+
+
+def _ratios(one: Contestant | None) -> tuple[str, str]:
+    return (_ratio(one.throughput), _ratio(one.cpu)) if one else ("-", "-")
+
+
+def _registration(row: Comparison) -> str:
+    if row.job.backend != "uring":
+        return "-"
+    refused = row.job.registration == "registered" and not row.engine.registered_bytes
+    return "not registered (refused)" if refused else row.job.registration
+
+
+def _pages(pages: PageFacts) -> str:
+    if pages.asked == "huge" and pages.huge_bytes < pages.mapped_bytes:
+        return f"huge for {format_bytes(pages.huge_bytes)} of {format_bytes(pages.mapped_bytes)}"
+    return pages.asked
+
+
+def _table_lines(result: TableResult) -> dict[str, str]:
+    last = result.rows[-1]
+    registered = next((row for row in result.rows if row.job.registration == "registered"), last)
+    facts = _facts_lines(registered.path, registered.engine)
+    kept = ("path", "O_DIRECT", "fixed files", "fixed buffers")
+    huge = {
+        f"huge pages, {pages}": ", ".join(f"{name} {text}" for name, text in seen.items())
+        for pages, seen in _huge_pages_seen(result).items()
+    }
+    left_out = {
+        name: f"not usable: {reason}"
+        for row in result.rows
+        for name, reason in row.contest.unusable.items()
+    }
+    backends = {name: f"not usable: {reason}" for name, reason in result.unusable.items()}
+    return {
+        **{name: facts[name] for name in kept},
+        **result.versions,
+        **huge,
+        **left_out,
+        **backends,
+    }
+
+
+def _huge_pages_seen(result: TableResult) -> dict[str, dict[str, str]]:
+    seen: dict[str, dict[str, str]] = {}
+    for row in result.rows:
+        for one in row.contest.contestants:
+            seen.setdefault(row.job.pages, {})[one.name] = _huge_pages(one)
+    return seen
+
+
 def small_table(result: SmallResult, machine: MachineFacts) -> Group:
     """Small tensors."""
     job, plan = result.job, result.plan
@@ -289,8 +432,9 @@ def _contest_lines(contest: Contest, versions: dict[str, str]) -> dict[str, str]
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left")
     for name in columns:
-        is_text = name in {"path", "job", "who", "tensor"}
-        table.add_column(name, justify="left" if is_text else "right", overflow="fold")
+        is_text = name in _TEXT_COLUMNS
+        justify: Literal["left", "right"] = "left" if is_text else "right"
+        table.add_column(name, justify=justify, overflow="fold", no_wrap=name in _WORDS)
     return table
 
 
@@ -359,15 +503,18 @@ def _fixed_buffers(registered_bytes: int, reason: str) -> str:
 
 
 def _machine_notes(machine: MachineFacts, job: Job) -> Table:
-    return _notes(
-        {
-            "memlock limit": machine.memlock,
-            "machine": f"{machine.kernel}, {machine.cpu_count} processors ({machine.cpu_model}), "
-            f"{format_bytes(machine.memory_bytes)} of memory",
-            "data": f"random, seed {job.seed}",
-            "version": f"zero-infinity {machine.version}, Python {machine.python}",
-        }
-    )
+    return _notes(_machine_lines(machine, job))
+
+
+def _machine_lines(machine: MachineFacts, job: Job) -> dict[str, str]:
+    return {
+        "run by": machine.user,
+        "memlock limit": machine.memlock,
+        "machine": f"{machine.kernel}, {machine.cpu_count} processors ({machine.cpu_model}), "
+        f"{format_bytes(machine.memory_bytes)} of memory",
+        "data": f"random, seed {job.seed}",
+        "version": f"zero-infinity {machine.version}, Python {machine.python}",
+    }
 
 
 def _notes(lines: dict[str, str]) -> Table:

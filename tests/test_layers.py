@@ -48,6 +48,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("bench.contest",),
     ("bench.fio_baseline", "bench.deepnvme"),
     ("bench.run", "bench.sweep", "bench.rivals", "bench.compare", "bench.small"),
+    ("bench.table",),
     ("bench.report", "bench.plot"),
     ("bench", "bench.aio_bench"),
 )

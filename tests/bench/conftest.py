@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import stat
 import sys
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -12,6 +13,16 @@ from typing import NamedTuple, Protocol
 import pytest
 
 from bench.aio_bench import main
+
+SIDE = {"runtime": 0, "io_bytes": 0, "total_ios": 0}
+FIO_JOB = {
+    "error": 0,
+    "usr_cpu": 1.0,
+    "sys_cpu": 3.0,
+    "job_runtime": 500,
+    "read": {"runtime": 500, "io_bytes": 10**9, "total_ios": 1000},
+    "write": SIDE,
+}
 
 
 class Outcome(NamedTuple):
@@ -44,6 +55,25 @@ def folder(tmp_path: Path) -> Path:
     folder = tmp_path / "drive"
     folder.mkdir()
     return folder
+
+
+@pytest.fixture
+def fake_fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Puts a program called fio alone on PATH; it fails when told to use libaio."""
+    text = json.dumps({"jobs": [FIO_JOB]})
+    program = tmp_path / "bin" / "fio"
+    program.parent.mkdir()
+    program.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in\n'
+        "--version) echo fio-9.9 ;;\n"
+        '*libaio*) echo "fio: engine libaio not loadable" >&2; exit 1 ;;\n'
+        f"*) printf 'a note\\n%s' '{text}' ;;\n"
+        "esac\n"
+    )
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(program.parent))
+    return program
 
 
 @pytest.fixture

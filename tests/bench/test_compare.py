@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import stat
 from pathlib import Path
 
 import pytest
@@ -13,36 +12,7 @@ import pytest
 from bench.contest import ratio
 from bench.fio_baseline import FioError, arguments, parse
 from bench.job import Job
-from tests.bench.conftest import Command
-
-SIDE = {"runtime": 0, "io_bytes": 0, "total_ios": 0}
-FIO_JOB = {
-    "error": 0,
-    "usr_cpu": 1.0,
-    "sys_cpu": 3.0,
-    "job_runtime": 500,
-    "read": {"runtime": 500, "io_bytes": 10**9, "total_ios": 1000},
-    "write": SIDE,
-}
-
-
-@pytest.fixture
-def fake_fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Puts a program called fio alone on PATH; it fails when told to use libaio."""
-    text = json.dumps({"jobs": [FIO_JOB]})
-    program = tmp_path / "bin" / "fio"
-    program.parent.mkdir()
-    program.write_text(
-        "#!/bin/sh\n"
-        'case "$*" in\n'
-        "--version) echo fio-9.9 ;;\n"
-        '*libaio*) echo "fio: engine libaio not loadable" >&2; exit 1 ;;\n'
-        f"*) printf 'a note\\n%s' '{text}' ;;\n"
-        "esac\n"
-    )
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", str(program.parent))
-    return program
+from tests.bench.conftest import FIO_JOB, Command
 
 
 @pytest.mark.parametrize("op", ["read", "write", "mixed"])

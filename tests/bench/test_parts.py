@@ -126,7 +126,7 @@ def test_a_job_describes_itself(op: Op) -> None:
 
 def test_every_option_in_the_document_exists(capsys: pytest.CaptureFixture[str]) -> None:
     usage = ""
-    for command in ("run", "sweep", "compare", "small"):
+    for command in ("run", "sweep", "compare", "small", "table"):
         with pytest.raises(SystemExit):
             main([command, "--help"])
         usage += capsys.readouterr().out
