@@ -29,7 +29,8 @@ from bench.fio_baseline import huge_bytes_of
 from bench.job import Job, Op
 from bench.lane import Place, open_places
 from bench.rivals import Rival, Task
-from bench.workload import Bandwidth, VerifyError
+from bench.verification import VerifyError
+from bench.workload import Bandwidth
 from tiering import TensorSwapper
 from tiering.aio import AioStats, open_engine
 from tiering.errors import ConfigError

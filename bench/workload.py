@@ -1,4 +1,4 @@
-"""One timed window on one lane: bandwidth, latency, or a comparison of every byte.
+"""One timed window on one lane: bandwidth or latency.
 
 Bandwidth: requests of many blocks, two queues' worth under way, walk the file from its start over
 and over. The clock runs from the end of the warm-up, with the queue full, until the last request
@@ -29,14 +29,9 @@ from typing import Final, NamedTuple
 from bench.job import Job, Op, Window
 from bench.lane import Lane, Mark, Order
 from tiering.aio.backend import Transfer
-from tiering.errors import TieringError
 
 _RESTS_A_LATENCY: Final = 64  # rounds of looking within the shortest latency seen
 _SHORTEST_REST_S: Final = 20e-6  # below that it is cheaper to look again
-
-
-class VerifyError(TieringError):
-    """A file does not contain what was written to it."""
 
 
 @dataclass(frozen=True)
@@ -292,28 +287,3 @@ def _latency(taken_s: list[float], rounds_s: list[float]) -> Latency:
 def rank(ordered: Sequence[float], part: float) -> float:
     """The value that this part of an ascending sequence does not exceed; 0 for an empty one."""
     return ordered[max(0, math.ceil(part * len(ordered)) - 1)] if ordered else 0.0
-
-
-def verify(lane: Lane) -> int:
-    """Read the whole file back and compare every byte with what it must contain.
-
-    The buffer needs two areas.
-
-    Returns:
-        Bytes compared.
-
-    Raises:
-        VerifyError: the first byte that differs.
-    """
-    job = lane.job
-    lane.place.drop_cache()
-    orders = walk(job, "read", job.request_bytes)
-    for order in itertools.islice(orders, job.requests_a_pass):
-        lane.start(order).wait()
-        wrong_at = lane.buffer.first_difference(order.offset, order.nbytes)
-        if wrong_at is not None:
-            raise VerifyError(
-                f"{lane.place.file}: byte {wrong_at} is not what was written (data of seed "
-                f"{job.seed}); memory, drive or engine changed it"
-            )
-    return job.size_bytes

@@ -45,7 +45,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("bench.job", "bench.buffers", "bench.config_file"),
     ("bench.lane",),
     ("bench.workload", "bench.facts"),
-    ("bench.contest",),
+    ("bench.contest", "bench.verification"),
     ("bench.fio_baseline", "bench.deepnvme"),
     ("bench.run", "bench.sweep", "bench.rivals", "bench.compare", "bench.small"),
     ("bench.table",),

@@ -100,6 +100,20 @@ def test_data_is_that_of_its_seed_and_differences_are_found(pages: str) -> None:
         assert facts.huge_bytes == 0
 
 
+@pytest.mark.parametrize("seed", [0, 3, 2**70])
+def test_stamped_data_differs_in_every_sector(seed: int) -> None:
+    buffer = Buffer(2**16, 2, pages="small", seed=seed)
+    sectors = []
+    for offset in range(0, 2**18, 2**16):
+        buffer.stamp(offset, 2**16)
+        sectors += [row.tobytes() for row in buffer._array[: 2**16].reshape(-1, 512)]
+    assert len(set(sectors)) == 2**18 // 512
+    buffer._array[2**16 :] = buffer._array[: 2**16]  # the last part of the file
+    assert buffer.first_difference(2**18 - 2**16, 2**16) is None
+    assert buffer.stamped_for(2**18 - 512) is None
+    assert buffer.stamped_for(512) == 2**18 - 2**16 + 512
+
+
 def test_random_data_does_not_repeat_soon() -> None:
     buffer = Buffer(2**22, 1, pages="small", seed=0)
     array = buffer._mapping.array().reshape(-1, 4096)
