@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from bench.aio_bench import main
 from bench.buffers import Buffer
 from bench.facts import drive_of, machine_facts
 from bench.job import Job, Op
-from bench.workload import rank, walk
+from bench.report import write_json
+from bench.workload import Bandwidth, rank, walk
 from tiering.errors import ConfigError
 from tiering.sizes import format_bytes, parse_bytes, power_of_two_above, power_of_two_below
 
@@ -136,6 +138,13 @@ def test_the_machine_can_be_described(tmp_path: Path) -> None:
 @pytest.mark.parametrize("op", ["read", "write", "mixed"])
 def test_a_job_describes_itself(op: Op) -> None:
     assert Job(op, 2**32).describe() == f"{op}, 4 GiB in blocks of 1 MiB, queue depth 32"
+
+
+def test_a_result_without_processor_time_is_still_json(tmp_path: Path) -> None:
+    figures = Bandwidth(seconds=1.0, read_bytes=1, written_bytes=0, blocks=1, cpu_s=0.0)
+    write_json(tmp_path / "a.json", {"runs": [{"per_core": figures.gb_per_s_per_core}, (1, 2.5)]})
+    found = json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail)
+    assert found == {"runs": [{"per_core": None}, [1, 2.5]]}
 
 
 def test_every_option_in_the_document_exists(capsys: pytest.CaptureFixture[str]) -> None:
