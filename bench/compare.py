@@ -6,6 +6,7 @@ In each round everybody moves the file's size once, or several times.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +68,7 @@ def compare(job: Job, root: Path, *, rivals: Sequence[Rival], plan: Plan) -> Com
         (place,) = closing.enter_context(open_places([root], job.size_bytes))
         buffer = make_buffer(job, areas=2 if job.op == "mixed" else 1)
         lane = closing.enter_context(Lane(place, buffer, job))
-        task = Task(job, place.file, plan.passes)
+        task = Task(_as_granted(lane), place.file, plan.passes)
         others = {rival.name: rival.runner(task) for rival in rivals}
         write_through(lane)
         runners = {OURS: lambda: _run_ours(lane, plan.passes), **others}
@@ -80,6 +81,13 @@ def compare(job: Job, root: Path, *, rivals: Sequence[Rival], plan: Plan) -> Com
             engine=engine_facts(lane),
             contest=contest,
         )
+
+
+def _as_granted(lane: Lane) -> Job:
+    """The job for others: registered memory only where we were granted it ourselves."""
+    if lane.stats().registered_bytes:
+        return lane.job
+    return dataclasses.replace(lane.job, registration="unregistered")
 
 
 def _run_ours(lane: Lane, passes: int) -> Outcome:

@@ -59,12 +59,16 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def fake_fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Puts a program called fio alone on PATH; it fails when told to use libaio."""
+    """Puts a program called fio alone on PATH; it fails when told to use libaio.
+
+    What it was told stands in a file beside it.
+    """
     text = json.dumps({"jobs": [FIO_JOB]})
     program = tmp_path / "bin" / "fio"
     program.parent.mkdir()
     program.write_text(
         "#!/bin/sh\n"
+        'echo "$*" >> "$0.log"\n'
         'case "$*" in\n'
         "--version) echo fio-9.9 ;;\n"
         '*libaio*) echo "fio: engine libaio not loadable" >&2; exit 1 ;;\n'

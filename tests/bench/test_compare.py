@@ -54,6 +54,15 @@ def test_a_fio_that_cannot_work_at_all_is_an_error(bench: Command, fake_fio: Pat
     assert "nothing to compare with" in found.err
 
 
+def test_fio_registers_its_memory_only_where_ours_could_be(bench: Command, fake_fio: Path) -> None:
+    found = bench("compare", "--pairs", "1", "--backend", "threads", "--against", "io_uring")
+    assert found.code == 0, found.err
+    assert found.json["path"]["engine"]["registered_bytes"] == 0
+    told = fake_fio.with_name("fio.log").read_text()
+    assert "--fixedbufs=0" in told
+    assert "--fixedbufs=1" not in told
+
+
 def test_without_fio_it_is_said(bench: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     found = bench("compare")
