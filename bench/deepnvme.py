@@ -279,8 +279,11 @@ class DeepNvmeProcess:
             code = self._process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
             return DeepNvmeError("DeepNVMe's process does not answer")
+        said = self._last_words()
+        # The line of its own that comes before it ends itself.
+        hint = "; raise the limit on locked memory (ulimit -l)" if "mlock failed" in said else ""
         how = f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
-        return DeepNvmeError(f"DeepNVMe's process was ended {how}{self._last_words()}")
+        return DeepNvmeError(f"DeepNVMe's process was ended {how}{hint}{said}")
 
     def _last_words(self) -> str:
         self._said.seek(0)

@@ -45,7 +45,7 @@ class Handle:
 
     def wait(self):
         if FAULT == "abort":
-            print("it is all over", flush=True)
+            print("mlock failed: it is all over", flush=True)
             os.abort()
         for move, flags, memory, file, offset in self.asked if FAULT != "lazy" else ():
             descriptor = os.open(file, flags, 0o600)
@@ -104,7 +104,7 @@ def test_it_does_the_job_in_turn_with_us(bench: Command, library: None, op: str)
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("abort", ["SIGABRT", "it is all over"]),
+        ("abort", ["SIGABRT", "it is all over", "ulimit -l"]),
         ("refuse", ["refused a request"]),
         ("lazy", ["brought no data"]),
     ],
