@@ -1,7 +1,9 @@
 """`aio_bench`: what the I/O engine gets out of a drive, beside what the drive can give.
 
 In the order of a measurement: `sizes` (text to bytes), `job` (what is to be done), `buffers` (from
-which memory), `lane` (on which file, through which engine), `workload` (one timed window), `facts`
-(on what machine), `report` (tables and JSON); and the commands: `run`, `sweep` with `plot` and
-`config_file`, `compare` with `fio_baseline`; `aio_bench` reads the command line.
+which memory), `lane` (on which file, through which engine), `workload` (one timed window),
+`verification` (is it all there), `facts` (on what machine), `report` (tables and JSON); and the
+commands: `run`; `sweep` with `plot` and `config_file`; `compare` and `small`, both a `contest` with
+`rivals`, which are `fio_baseline`, and `deepnvme` with `deepnvme_child`; `table`, of many
+comparisons; `aio_bench` reads the command line.
 """

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import signal
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Final, TypeVar
@@ -22,11 +23,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from bench import plot, report
 from bench.compare import Plan, compare
 from bench.config_file import write_aio_block
+from bench.deepnvme import DeepSpeed
 from bench.facts import machine_facts
-from bench.fio_baseline import FIO_ENGINES, FioEngine, find_fio
+from bench.fio_baseline import FIO_ENGINES
 from bench.job import OPS, Job, Op, Window
+from bench.rivals import RIVALS, RivalName, open_rivals
 from bench.run import run
+from bench.small import SmallPlan, small
 from bench.sweep import Grid, jobs_of, sweep
+from bench.table import TablePlan, table
+from bench.table import jobs_of as jobs_of_table
 from tiering.aio.config import BACKENDS
 from tiering.errors import ConfigError, SpaceError, TieringError, TieringWarning
 from tiering.sizes import parse_bytes
@@ -105,14 +111,26 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _compare(options: argparse.Namespace) -> None:
-    fio = find_fio()
     job = _job(options, op=options.op, block_bytes=options.block_size, depth=options.queue_depth)
-    plan = Plan(_against(options), pairs=options.pairs, passes=options.passes)
+    plan = Plan(pairs=options.pairs, passes=options.passes)
     machine = machine_facts()
-    result = compare(job, options.path, fio=fio, plan=plan)
+    with open_rivals(_against(options), deepspeed=_deepspeed(options), pages=job.pages) as rivals:
+        result = compare(job, options.path, rivals=rivals, plan=plan)
     if options.json:
         report.write_json(options.json, report.compare_json(result, machine))
     report.show(report.compare_table(result, machine))
+
+
+def _small(options: argparse.Namespace) -> None:
+    options.size = options.count * max(*options.tensor_bytes, options.block_size)
+    job = _job(options, op="write", block_bytes=options.block_size, depth=options.queue_depth)
+    plan = SmallPlan(options.tensor_bytes, options.count, options.passes, options.rounds)
+    machine = machine_facts()
+    with open_rivals(_against(options), deepspeed=_deepspeed(options), pages=job.pages) as rivals:
+        result = small(job, options.path, rivals=rivals, plan=plan)
+    if options.json:
+        report.write_json(options.json, report.small_json(result, machine))
+    report.show(report.small_table(result, machine))
 
 
 def _sweep(options: argparse.Namespace) -> None:
@@ -125,19 +143,9 @@ def _sweep(options: argparse.Namespace) -> None:
     if options.write_config:
         write_aio_block(options.write_config, {})  # likewise for the file
     machine = machine_facts()
-    with _progress() as progress:
-        runs = len(grid.ops) * len(grid.settings()) * grid.rounds
-        task = progress.add_task("", total=runs)
-        done = iter(range(runs + 1))
-        result = sweep(
-            job,
-            options.path,
-            grid=grid,
-            advance=lambda text: progress.update(
-                task, completed=max(0, next(done) - 1), description=text
-            ),
-        )
-        progress.update(task, completed=runs)
+    steps = len(grid.ops) * len(grid.settings()) * grid.rounds
+    with _shown(steps, uncounted=1) as advance:  # the first write
+        result = sweep(job, options.path, grid=grid, advance=advance)
     if options.json:
         report.write_json(options.json, report.sweep_json(result, machine))
     if options.plot:
@@ -147,14 +155,31 @@ def _sweep(options: argparse.Namespace) -> None:
     report.show(report.sweep_table(result, machine))
 
 
-def _progress() -> Progress:
-    return Progress(
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
-        console=Console(stderr=True),
-    )
+def _table(options: argparse.Namespace) -> None:
+    job = _job(options, op=options.op[0], block_bytes=options.block_size, depth=options.queue_depth)
+    against = tuple(dict.fromkeys(options.against or FIO_ENGINES))
+    plan = TablePlan(options.op, against, options.rounds)
+    machine = machine_facts()
+    with _shown(len(jobs_of_table(job, plan.ops))) as advance:
+        result = table(job, options.path, plan=plan, deepspeed=_deepspeed(options), advance=advance)
+    if options.json:
+        report.write_json(options.json, report.table_json(result, machine))
+    if options.markdown:
+        report.write_text(options.markdown, report.table_markdown(result, machine))
+    report.show(report.table_table(result, machine))
+
+
+@contextlib.contextmanager
+def _shown(steps: int, *, uncounted: int = 0) -> Iterator[Callable[[str], None]]:
+    """A bar; what it yields is called before each step, and before some that are not counted."""
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(
+        *columns, TextColumn("{task.description}"), console=Console(stderr=True)
+    ) as progress:
+        task = progress.add_task("", total=steps)
+        done = itertools.count(-uncounted)
+        yield lambda text: progress.update(task, completed=max(0, next(done)), description=text)
+        progress.update(task, completed=steps)
 
 
 def _job(options: argparse.Namespace, *, op: Op, block_bytes: int, depth: int) -> Job:
@@ -175,7 +200,11 @@ def _job(options: argparse.Namespace, *, op: Op, block_bytes: int, depth: int) -
     )
 
 
-def _against(options: argparse.Namespace) -> tuple[FioEngine, ...]:
+def _deepspeed(options: argparse.Namespace) -> DeepSpeed:
+    return DeepSpeed(options.deepspeed_python, options.deepspeed_parallelism)
+
+
+def _against(options: argparse.Namespace) -> tuple[RivalName, ...]:
     """What to compare with: what was named, or what works like our backend."""
     if options.against:
         return tuple(dict.fromkeys(options.against))
@@ -192,7 +221,11 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
     _add_run(commands.add_parser("run", help="measure one job on one or several paths"))
     _add_sweep(commands.add_parser("sweep", help="find the best block size and queue depth"))
-    _add_compare(commands.add_parser("compare", help="measure a job beside fio, in turn"))
+    _add_compare(
+        commands.add_parser("compare", help="measure a job beside fio or DeepNVMe, in turn")
+    )
+    _add_table(commands.add_parser("table", help="compare every way we have, for a document"))
+    _add_small(commands.add_parser("small", help="swap many small tensors beside them, in turn"))
     return parser
 
 
@@ -231,22 +264,80 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="how often a run moves the size of the file (default: %(default)s)",
     )
+    _add_rivals(parser)
+    _add_common(parser)
+
+
+def _add_table(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command=_table, seconds=1.0, warmup=0.0, requests=0, request_size=0)
+    parser.set_defaults(backend="auto", buffered=False, unregistered=False, pages="huge")
+    parser.add_argument("--path", "-p", type=Path, required=True, help="folder on the drive")
+    _add_ops(parser)
+    parser.add_argument("--size", type=_size, default=2**32, help="of the file (default: 4GiB)")
+    parser.add_argument(
+        "--rounds", type=_count, default=5, help="of each comparison (default: %(default)s)"
+    )
+    _add_blocks(parser)
+    _add_rivals(parser)
+    _add_seed_and_json(parser)
+    parser.add_argument(
+        "--markdown", type=Path, metavar="FILE", help="write the table here, for a document"
+    )
+
+
+def _add_small(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command=_small, seconds=1.0, warmup=0.0, requests=0, request_size=0)
+    parser.set_defaults(buffered=False, unregistered=False, pages="huge")
+    parser.add_argument("--path", "-p", type=Path, required=True, help="folder on the drive")
+    parser.add_argument(
+        "--tensor-bytes",
+        type=_sizes,
+        default=(2**16, 2**18, 2**20),
+        help="sizes of a tensor, separated by commas (default: 64KiB,256KiB,1MiB)",
+    )
+    parser.add_argument(
+        "--count", type=_count, default=512, help="tensors at once (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--passes",
+        type=_count,
+        default=8,
+        help="how often a run moves all of them (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--rounds", type=_count, default=5, help="of each size, each way (default: %(default)s)"
+    )
+    _add_blocks(parser)
+    _add_rivals(parser)
+    _add_engine(parser)
+
+
+def _add_rivals(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--against",
         action="append",
-        choices=FIO_ENGINES,
-        help="fio's engine; may be repeated (default: io_uring and libaio; for the thread "
-        "backend libaio and psync)",
+        choices=RIVALS,
+        help="fio's engine, or DeepSpeed's DeepNVMe with its memory as installed or on huge pages; "
+        "may be repeated (default: io_uring and libaio; for the thread backend libaio and psync)",
     )
-    _add_common(parser)
+    parser.add_argument(
+        "--deepspeed-python",
+        metavar="PROGRAM",
+        default=sys.executable,
+        help="interpreter where DeepSpeed is installed (default: this one)",
+    )
+    parser.add_argument(
+        "--deepspeed-parallelism",
+        type=_count,
+        default=1,
+        help="DeepNVMe's threads, which share each request (default: %(default)s)",
+    )
 
 
 def _add_sweep(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=_sweep)
     parser.add_argument("--path", "-p", type=Path, required=True, help="folder on the drive")
-    parser.add_argument(
-        "--op", type=_ops, default=OPS, help="operations, separated by commas (default: all)"
-    )
+    _add_ops(parser)
     parser.add_argument(
         "--block-size",
         type=_sizes,
@@ -282,10 +373,20 @@ def _add_sweep(parser: argparse.ArgumentParser) -> None:
     _add_common(parser)
 
 
+def _add_ops(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--op", type=_ops, default=OPS, help="operations, separated by commas (default: all)"
+    )
+
+
 def _add_one_job(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--op", choices=OPS, default="read", help="mixed is one read for one write (default: read)"
     )
+    _add_blocks(parser)
+
+
+def _add_blocks(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--block-size", type=_size, default=2**20, help="of one transfer (default: 1MiB)"
     )
@@ -331,13 +432,21 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         "blocks (default: enough for Python to cost little)",
     )
     parser.add_argument(
-        "--backend", choices=_BACKENDS, default="auto", help="a named one must be usable"
+        "--pages", choices=("huge", "small"), default="huge", help="of the memory (default: huge)"
     )
     parser.add_argument("--buffered", action="store_true", help="go through the page cache")
     parser.add_argument("--unregistered", action="store_true", help="do not register the memory")
+    _add_engine(parser)
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--pages", choices=("huge", "small"), default="huge", help="of the memory (default: huge)"
+        "--backend", choices=_BACKENDS, default="auto", help="a named one must be usable"
     )
+    _add_seed_and_json(parser)
+
+
+def _add_seed_and_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=_whole, default=0, help="of the data (default: 0)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything here as well")
 

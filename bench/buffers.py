@@ -1,7 +1,7 @@
 """The memory of a measurement: its pages, its data, and how contiguous it is.
 
 The data of an area is random, so that no drive can compress it, and the same for the same seed; it
-repeats every 64 MiB.
+repeats every 64 MiB. For a file in which no two sectors are alike, it can be stamped.
 Byte ``x`` of a file is written from, and read to, byte ``x % area_bytes`` of an area: so what a
 file must contain is known, whoever wrote it and in whatever order.
 
@@ -24,6 +24,7 @@ from tiering.sizes import format_bytes
 
 _MIB: Final = 2**20
 _UNLIKE_BYTES: Final = 64 * _MIB  # further than any drive looks back to compress
+_SECTOR_BYTES: Final = 512  # the least that a drive moves
 
 
 class PageFacts(NamedTuple):
@@ -82,6 +83,7 @@ class Buffer:
             area_bytes * areas, pages="small" if pages == "small" else "auto"
         )
         self._pages: Pages = pages
+        self._seed = np.uint64(seed % 2**64)
         self._array = np.frombuffer(memoryview(self._memory.buffer()), dtype=np.uint8)
         self.area_bytes = area_bytes
         self.landing_at = area_bytes * (areas - 1)
@@ -116,6 +118,34 @@ class Buffer:
         wanted = self._array[source : source + nbytes]
         differs = wanted != self._array[target : target + nbytes]
         return offset + int(differs.argmax()) if differs.any() else None
+
+    def stamp(self, offset: int, nbytes: int) -> None:
+        """Give each sector of the data of a file offset its own offset and the seed, at its start.
+
+        Args:
+            offset: of the file, at a sector.
+            nbytes: whole sectors.
+        """
+        source = self.source_at(offset)
+        stamps = self._stamps(source, nbytes)
+        stamps[:, 0] = np.arange(offset, offset + nbytes, _SECTOR_BYTES, dtype=np.uint64)
+        stamps[:, 1] = self._seed
+
+    def stamped_for(self, offset: int) -> int | None:
+        """For which file offset the sector was stamped that was read from another.
+
+        Returns:
+            Its offset, or None where it has no stamp or the right one.
+        """
+        sector = offset // _SECTOR_BYTES * _SECTOR_BYTES
+        found = self._stamps(self.target_at(sector), _SECTOR_BYTES)[0]
+        is_stamp = found[1] == self._seed and found[0] % _SECTOR_BYTES == 0
+        return int(found[0]) if is_stamp and int(found[0]) != sector else None
+
+    def _stamps(self, at: int, nbytes: int) -> npt.NDArray[np.uint64]:
+        """The first 16 bytes of each sector of a piece of the memory."""
+        words = self._array[at : at + nbytes].view(np.uint64)
+        return words.reshape(-1, _SECTOR_BYTES // 8)[:, :2]
 
     def page_facts(self) -> PageFacts:
         """What memory it got."""

@@ -29,6 +29,7 @@ class MachineFacts(NamedTuple):
         cpu_model: as the kernel names it.
         cpu_count: that this process may use.
         memory_bytes: of the machine.
+        user: "root" or "an ordinary user", who may do less.
         memlock: limit on locked memory in force, in words.
         huge_pages: the kernel's policy for transparent huge pages.
         version: of this package.
@@ -39,6 +40,7 @@ class MachineFacts(NamedTuple):
     cpu_model: str
     cpu_count: int
     memory_bytes: int
+    user: str
     memlock: str
     huge_pages: str
     version: str
@@ -102,6 +104,7 @@ def machine_facts() -> MachineFacts:
         cpu_model=_cpu_model(),
         cpu_count=len(os.sched_getaffinity(0)),
         memory_bytes=psutil.virtual_memory().total,
+        user="an ordinary user" if os.geteuid() else "root",
         memlock=_memlock(),
         huge_pages=_chosen(_read(_THP)) or "not in this kernel",
         version=_version(),

@@ -21,13 +21,14 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 import psutil
 
+from bench.contest import Outcome, RivalError
 from bench.job import Job, Pages
 from bench.workload import Bandwidth
-from tiering.errors import ConfigError, TieringError
+from tiering.errors import ConfigError
 
 FioEngine = Literal["io_uring", "libaio", "psync"]
 FIO_ENGINES: Final[tuple[FioEngine, ...]] = ("io_uring", "libaio", "psync")
@@ -40,21 +41,8 @@ _PR_SET_THP_DISABLE: Final = 41  # man 2 prctl; children inherit it, also throug
 _HUGE_TUNABLES: Final = ("glibc.malloc.hugetlb=1", "glibc.malloc.mmap_threshold=16777216")
 
 
-class FioError(TieringError):
+class FioError(RivalError):
     """fio ran and failed, or cannot do what it was asked on this machine."""
-
-
-class FioRun(NamedTuple):
-    """One run of fio.
-
-    Args:
-        bandwidth: what it moved.
-        huge_bytes: of its memory on huge pages, all of its processes together; None when it was
-            over before anybody could look.
-    """
-
-    bandwidth: Bandwidth
-    huge_bytes: int | None
 
 
 @dataclass(frozen=True)
@@ -69,7 +57,9 @@ class Fio:
     program: str
     version: str
 
-    def run(self, job: Job, file: Path, *, engine: FioEngine, passes: int) -> FioRun:
+    def run(
+        self, job: Job, file: Path, *, engine: FioEngine, passes: int, flushes: bool = True
+    ) -> Outcome:
         """Run a job.
 
         Args:
@@ -77,13 +67,19 @@ class Fio:
             file: on which existing file.
             engine: by which of fio's ways.
             passes: so many times the file's size is moved.
+            flushes: whether what was written is flushed at the end.
+
+        Returns:
+            What it moved, and its bytes on huge pages, all of its processes together; None when it
+            was over before anybody could look.
 
         Raises:
             FioError: it failed.
         """
-        command = [self.program, *arguments(job, file, engine=engine, passes=passes)]
+        options = arguments(job, file, engine=engine, passes=passes, flushes=flushes)
+        command = [self.program, *options]
         text, huge_bytes = _run(command, job.pages)
-        return FioRun(parse(text), huge_bytes)
+        return Outcome(parse(text), huge_bytes)
 
 
 def find_fio() -> Fio:
@@ -104,7 +100,9 @@ def find_fio() -> Fio:
     return Fio(program, ran.stdout.strip() or "unknown version")
 
 
-def arguments(job: Job, file: Path, *, engine: FioEngine, passes: int) -> list[str]:
+def arguments(
+    job: Job, file: Path, *, engine: FioEngine, passes: int, flushes: bool = True
+) -> list[str]:
     """The arguments of fio for a job."""
     options: dict[str, object] = {
         "name": "job",
@@ -124,7 +122,7 @@ def arguments(job: Job, file: Path, *, engine: FioEngine, passes: int) -> list[s
         "fallocate": "none",
         "output-format": "json",
     }
-    if job.op != "read":
+    if job.op != "read" and flushes:
         options["end_fsync"] = 1
     options.update(_parallelism(job, engine))
     return [f"--{name}={value}" for name, value in options.items()]
@@ -171,9 +169,12 @@ def parse(text: str) -> Bandwidth:
 def _run(command: Sequence[str], pages: Pages) -> tuple[str, int | None]:
     """Run fio to its end. Returns its output and its bytes on huge pages."""
     huge_bytes = None
-    with _pages_for_children(pages), _started(command, _environment(pages)) as process:
+    with (
+        barred_from_huge_pages(pages == "small"),
+        _started(command, _environment(pages)) as process,
+    ):
         while (ended := _ended(process)) is None:
-            huge_bytes = max(huge_bytes or 0, _huge_bytes(process.pid) or 0)
+            huge_bytes = max(huge_bytes or 0, huge_bytes_of(process.pid) or 0)
         output, errors = ended
     if process.returncode:
         words = errors.strip() or output.partition("{")[0].strip() or f"exit {process.returncode}"
@@ -224,9 +225,9 @@ def _environment(pages: Pages) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _pages_for_children(pages: Pages) -> Iterator[None]:
-    """Bar child processes from huge pages where that is wanted."""
-    if pages == "huge":
+def barred_from_huge_pages(wanted: bool) -> Iterator[None]:  # noqa: FBT001 - it is the question
+    """Bar processes started meanwhile from huge pages where that is wanted."""
+    if not wanted:
         yield
         return
     prctl = ctypes.CDLL(None, use_errno=True).prctl
@@ -237,8 +238,8 @@ def _pages_for_children(pages: Pages) -> Iterator[None]:
         prctl(_PR_SET_THP_DISABLE, 0, 0, 0, 0)
 
 
-def _huge_bytes(pid: int) -> int | None:
-    """Of a process and its children, on huge pages."""
+def huge_bytes_of(pid: int) -> int | None:
+    """Bytes of a process and its children on huge pages; None where the kernel does not say."""
     found = None
     with contextlib.suppress(psutil.Error, OSError):
         process = psutil.Process(pid)

@@ -13,6 +13,7 @@ from bench.buffers import Buffer
 from bench.facts import EngineFacts, PathFacts, cache_note, engine_facts, path_facts
 from bench.job import Job
 from bench.lane import Lane, Place, open_places
+from bench.verification import verify
 from bench.workload import (
     Bandwidth,
     Latency,
@@ -20,7 +21,6 @@ from bench.workload import (
     bandwidth,
     measure,
     measure_latency,
-    verify,
     write_through,
 )
 

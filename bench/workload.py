@@ -1,4 +1,4 @@
-"""One timed window on one lane: bandwidth, latency, or a comparison of every byte.
+"""One timed window on one lane: bandwidth or latency.
 
 Bandwidth: requests of many blocks, two queues' worth under way, walk the file from its start over
 and over. The clock runs from the end of the warm-up, with the queue full, until the last request
@@ -26,13 +26,8 @@ from typing import Final, NamedTuple
 from bench.job import Job, Op, Window
 from bench.lane import Lane, Mark, Order
 from tiering.aio import AioTransfer, PureTransfer
-from tiering.errors import TieringError
 
 _QUEUES_WATCHED: Final = 2  # one at the drive, one behind it
-
-
-class VerifyError(TieringError):
-    """A file does not contain what was written to it."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +67,11 @@ class Bandwidth:
     def cpu_s_per_gb(self) -> float:
         """Processor seconds for 10**9 bytes."""
         return self.cpu_s / (self.moved_bytes / 1e9) if self.moved_bytes else math.inf
+
+    @property
+    def gb_per_s_per_core(self) -> float:
+        """What one fully busy processor would move: 10**9 bytes for a processor second."""
+        return self.moved_bytes / 1e9 / self.cpu_s if self.cpu_s else math.inf
 
 
 class Latency(NamedTuple):
@@ -246,28 +246,3 @@ def _watch(lane: Lane, orders: Iterator[Order]) -> Latency:
 def rank(ordered: Sequence[float], part: float) -> float:
     """The value that this part of an ascending sequence does not exceed; 0 for an empty one."""
     return ordered[max(0, math.ceil(part * len(ordered)) - 1)] if ordered else 0.0
-
-
-def verify(lane: Lane) -> int:
-    """Read the whole file back and compare every byte with what it must contain.
-
-    The buffer needs two areas.
-
-    Returns:
-        Bytes compared.
-
-    Raises:
-        VerifyError: the first byte that differs.
-    """
-    job = lane.job
-    lane.place.drop_cache()
-    orders = walk(job, "read", job.request_bytes)
-    for order in itertools.islice(orders, job.requests_a_pass):
-        lane.start(order).wait()
-        wrong_at = lane.buffer.first_difference(order.offset, order.nbytes)
-        if wrong_at is not None:
-            raise VerifyError(
-                f"{lane.place.file}: byte {wrong_at} is not what was written (data of seed "
-                f"{job.seed}); memory, drive or engine changed it"
-            )
-    return job.size_bytes

@@ -20,6 +20,8 @@ PACKAGES = ("tiering", "infinity", "bench")
 # From the ground up. A package's name stands for its `__init__`; what lies in a package and has no
 # line of its own belongs to the package's floor.
 FLOORS: tuple[tuple[str, ...], ...] = (
+    # Run by its path in another interpreter: it imports nothing of ours, and nobody imports it.
+    ("bench.deepnvme_child",),
     # What things are: no I/O, no state.
     ("tiering.errors", "tiering.spec", "tiering.sizes", "tiering.records", "tiering.trace"),
     ("tiering.aio",),
@@ -43,7 +45,10 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("bench.job", "bench.buffers", "bench.config_file"),
     ("bench.lane",),
     ("bench.workload", "bench.facts"),
-    ("bench.run", "bench.sweep", "bench.fio_baseline", "bench.compare"),
+    ("bench.contest", "bench.verification"),
+    ("bench.fio_baseline", "bench.deepnvme"),
+    ("bench.run", "bench.sweep", "bench.rivals", "bench.compare", "bench.small"),
+    ("bench.table",),
     ("bench.report", "bench.plot"),
     ("bench", "bench.aio_bench"),
 )

@@ -5,44 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import stat
 from pathlib import Path
 
 import pytest
 
-from bench.compare import ratio
+from bench.contest import ratio
 from bench.fio_baseline import FioError, arguments, parse
 from bench.job import Job
-from tests.bench.conftest import Command
-
-SIDE = {"runtime": 0, "io_bytes": 0, "total_ios": 0}
-FIO_JOB = {
-    "error": 0,
-    "usr_cpu": 1.0,
-    "sys_cpu": 3.0,
-    "job_runtime": 500,
-    "read": {"runtime": 500, "io_bytes": 10**9, "total_ios": 1000},
-    "write": SIDE,
-}
-
-
-@pytest.fixture
-def fake_fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Puts a program called fio alone on PATH; it fails when told to use libaio."""
-    text = json.dumps({"jobs": [FIO_JOB]})
-    program = tmp_path / "bin" / "fio"
-    program.parent.mkdir()
-    program.write_text(
-        "#!/bin/sh\n"
-        'case "$*" in\n'
-        "--version) echo fio-9.9 ;;\n"
-        '*libaio*) echo "fio: engine libaio not loadable" >&2; exit 1 ;;\n'
-        f"*) printf 'a note\\n%s' '{text}' ;;\n"
-        "esac\n"
-    )
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", str(program.parent))
-    return program
+from tests.bench.conftest import FIO_JOB, Command
 
 
 @pytest.mark.parametrize("op", ["read", "write", "mixed"])
@@ -82,6 +52,15 @@ def test_a_fio_that_cannot_work_at_all_is_an_error(bench: Command, fake_fio: Pat
     found = bench("compare", "--against", "libaio")
     assert found.code == 1
     assert "nothing to compare with" in found.err
+
+
+def test_fio_registers_its_memory_only_where_ours_could_be(bench: Command, fake_fio: Path) -> None:
+    found = bench("compare", "--pairs", "1", "--backend", "threads", "--against", "io_uring")
+    assert found.code == 0, found.err
+    assert found.json["path"]["engine"]["registered_bytes"] == 0
+    told = fake_fio.with_name("fio.log").read_text()
+    assert "--fixedbufs=0" in told
+    assert "--fixedbufs=1" not in told
 
 
 def test_without_fio_it_is_said(bench: Command, monkeypatch: pytest.MonkeyPatch) -> None:

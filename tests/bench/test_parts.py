@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from bench.aio_bench import main
 from bench.buffers import Buffer
 from bench.facts import drive_of, machine_facts
 from bench.job import Job, Op
-from bench.workload import rank, walk
+from bench.report import write_json
+from bench.workload import Bandwidth, rank, walk
 from tiering.errors import ConfigError
 from tiering.sizes import format_bytes, parse_bytes, power_of_two_above, power_of_two_below
 
@@ -100,6 +102,20 @@ def test_data_is_that_of_its_seed_and_differences_are_found(pages: str) -> None:
         assert facts.huge_bytes == 0
 
 
+@pytest.mark.parametrize("seed", [0, 3, 2**70])
+def test_stamped_data_differs_in_every_sector(seed: int) -> None:
+    buffer = Buffer(2**16, 2, pages="small", seed=seed)
+    sectors = []
+    for offset in range(0, 2**18, 2**16):
+        buffer.stamp(offset, 2**16)
+        sectors += [row.tobytes() for row in buffer._array[: 2**16].reshape(-1, 512)]
+    assert len(set(sectors)) == 2**18 // 512
+    buffer._array[2**16 :] = buffer._array[: 2**16]  # the last part of the file
+    assert buffer.first_difference(2**18 - 2**16, 2**16) is None
+    assert buffer.stamped_for(2**18 - 512) is None
+    assert buffer.stamped_for(512) == 2**18 - 2**16 + 512
+
+
 def test_random_data_does_not_repeat_soon() -> None:
     buffer = Buffer(2**22, 1, pages="small", seed=0)
     array = buffer._array.reshape(-1, 4096)
@@ -124,9 +140,16 @@ def test_a_job_describes_itself(op: Op) -> None:
     assert Job(op, 2**32).describe() == f"{op}, 4 GiB in blocks of 1 MiB, queue depth 32"
 
 
+def test_a_result_without_processor_time_is_still_json(tmp_path: Path) -> None:
+    figures = Bandwidth(seconds=1.0, read_bytes=1, written_bytes=0, blocks=1, cpu_s=0.0)
+    write_json(tmp_path / "a.json", {"runs": [{"per_core": figures.gb_per_s_per_core}, (1, 2.5)]})
+    found = json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail)
+    assert found == {"runs": [{"per_core": None}, [1, 2.5]]}
+
+
 def test_every_option_in_the_document_exists(capsys: pytest.CaptureFixture[str]) -> None:
     usage = ""
-    for command in ("run", "sweep", "compare"):
+    for command in ("run", "sweep", "compare", "small", "table"):
         with pytest.raises(SystemExit):
             main([command, "--help"])
         usage += capsys.readouterr().out

@@ -71,6 +71,7 @@ def test_the_figures_are_those_of_their_parts(bench: Command) -> None:
         assert row["gb_per_s"] == pytest.approx(moved / 1e9 / row["seconds"])
         assert row["iops"] == pytest.approx(row["blocks"] / row["seconds"])
         assert row["cpu_s_per_gb"] == pytest.approx(row["cpu_s"] / (moved / 1e9))
+        assert row["gb_per_s_per_core"] == pytest.approx(1 / row["cpu_s_per_gb"])
 
 
 def test_the_result_says_on_what_it_was_measured(bench: Command) -> None:
@@ -231,6 +232,30 @@ def test_a_changed_byte_is_found(bench: Command, monkeypatch: pytest.MonkeyPatch
     found = bench("run", "--op", "write", "--verify")
     assert found.code == 1
     assert f"byte {9 * MIB + 5} is not what was written" in found.err
+
+
+def test_a_block_in_anothers_place_is_found(
+    bench: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    were_alike = []
+
+    def misplace(place: Place) -> None:
+        with place.file.open("r+b") as file:
+            blocks = []
+            for offset in (9 * MIB, MIB):
+                file.seek(offset)
+                blocks.append(file.read(2**18))
+            were_alike.append(blocks[0] == blocks[1])
+            file.seek(MIB)
+            file.write(blocks[0])
+
+    monkeypatch.setattr(Place, "drop_cache", misplace)
+    found = bench("run", "--op", "write", "--verify")
+    assert found.code == 1
+    # The offsets differ in their third byte.
+    assert f"byte {MIB + 2} is not what was written" in found.err
+    assert f"what stands there was written for {9 * MIB}" in found.err
+    assert were_alike == [True, False]  # so only the second pass can see it
 
 
 def test_a_failed_transfer_is_an_error_and_leaves_nothing(
