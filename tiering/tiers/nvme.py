@@ -35,7 +35,6 @@ from tiering.folder import SwapFolder
 from tiering.spec import RecordSpec
 
 _NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT)
-_CANNOT_RESERVE: Final = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 # The rest is for the user's own files, for data loaders and sockets. A backend may need two
 # descriptors a file.
@@ -130,9 +129,7 @@ class NvmeTier:
         with self._lock:
             if spec.key in self._records:
                 raise RecordError(f"record {spec.key!r} exists; delete it before creating it anew")
-            path = self._folder.path / f"{self._created:08x}.safetensors"
-            self._created += 1
-            self._make_file(path, spec, head)
+            path = self._make_file(f"{self._created:08x}.safetensors", spec, head)
             self._records[spec.key] = _RecordFile(spec, path, payload_offset=len(head))
 
     def read(
@@ -295,17 +292,17 @@ class NvmeTier:
     def _idle(self) -> Iterator[str]:
         return (key for key, record in self._open.items() if not record.is_busy())
 
-    def _make_file(self, path: Path, spec: RecordSpec, head: bytes) -> None:
+    def _make_file(self, name: str, spec: RecordSpec, head: bytes) -> Path:
+        self._created += 1
+        nbytes = len(head) + records.aligned_bytes(spec.nbytes)
         try:
-            with open(path, "xb", opener=_private) as file:
-                _reserve(file.fileno(), len(head) + records.aligned_bytes(spec.nbytes))
-                file.write(head)
+            return self._folder.make_file(name, nbytes, head=head)
         except OSError as error:
-            path.unlink(missing_ok=True)
-            needed = f"record {spec.key!r} needs a file of {records.file_bytes(spec)} bytes"
+            needed = f"record {spec.key!r} needs a file of {nbytes} bytes"
             if error.errno in _NO_SPACE:
                 raise self._no_space(needed, error.errno) from error
-            raise TransferError(needed, errno=error.errno or errno.EIO, path=str(path)) from error
+            path = str(self._folder.path / name)
+            raise TransferError(needed, errno=error.errno or errno.EIO, path=path) from error
 
     def _no_space(self, needed: str, number: int) -> SpaceError:
         free_bytes = self._folder.free_bytes()
@@ -322,21 +319,6 @@ def most_open_files() -> int:
     if limit == resource.RLIM_INFINITY:
         return _MOST_FILES
     return min(max(limit // _DESCRIPTOR_SHARE, _FEWEST_FILES), _MOST_FILES)
-
-
-def _private(path: str, flags: int) -> int:
-    """Open for one's own user alone."""
-    return os.open(path, flags, mode=0o600)
-
-
-def _reserve(descriptor: int, nbytes: int) -> None:
-    """Take room for the whole file; where the file system promises none, just set its length."""
-    try:
-        os.posix_fallocate(descriptor, 0, nbytes)
-    except OSError as error:
-        if error.errno not in _CANNOT_RESERVE:
-            raise
-        os.ftruncate(descriptor, nbytes)
 
 
 def _close(record: _RecordFile) -> None:
