@@ -30,7 +30,7 @@ from typing import Final
 
 from typing_extensions import Self
 
-from tiering.errors import ConfigError
+from tiering.errors import ConfigError, TransferError
 
 _PREFIX: Final = "tiering"
 _NAME: Final = re.compile(rf"{_PREFIX}-(?P<host>[A-Za-z0-9_.]{{0,16}})-\d+-[0-9a-f]{{8}}")
@@ -88,10 +88,35 @@ class SwapFolder:
         """The type of the file system it is on, such as ``ext4``; empty where that is unknown."""
         return _file_system_type(self._root)
 
+    def device(self) -> int:
+        """The number of the file system it is on; two folders with one number share free bytes.
+
+        Raises:
+            TransferError: the folder is gone.
+        """
+        try:
+            return self._path.stat().st_dev
+        except OSError as error:
+            raise self._gone(error) from error
+
     def free_bytes(self) -> int:
-        """What the file system still has for an ordinary user."""
-        usage = os.statvfs(self._path)
+        """What the file system still has for an ordinary user.
+
+        Raises:
+            TransferError: the folder is gone.
+        """
+        try:
+            usage = os.statvfs(self._path)
+        except OSError as error:
+            raise self._gone(error) from error
         return usage.f_bavail * usage.f_frsize
+
+    def _gone(self, error: OSError) -> TransferError:
+        return TransferError(
+            f"cannot look at the folder under {self._root}; is the drive still mounted there?",
+            errno=error.errno or errno.EIO,
+            path=str(self._path),
+        )
 
     def make_file(self, name: str, nbytes: int, *, head: bytes = b"") -> Path:
         """Make a file of this length for our user alone, with all its room taken.
