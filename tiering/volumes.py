@@ -49,7 +49,8 @@ class Volume:
             )
 
 
-class VolumeStats(NamedTuple):
+@dataclass(frozen=True)
+class VolumeStats:
     """What one path holds and has moved.
 
     Args:
