@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tiering.aio import AioEngine, FaultRule, Faults
+from tiering.aio import AioConfig, AioEngine, FaultRule, Faults, PureEngine
 from tiering.aio.config import FaultAction
 from tiering.bandwidth import make_volumes, measure_gb_per_s
 from tiering.errors import ConfigError, SpaceError, TransferError, TransferTimeoutError
@@ -42,6 +42,14 @@ def test_each_path_is_written_and_read_back_and_nothing_stays(
     stats = engine.stats()
     assert (stats.read_bytes, stats.written_bytes) == (128 * MIB, 128 * MIB)
     assert [left(folder) for folder in folders] == [["lock"], ["lock"]]
+
+
+def test_threads_of_python_measure_as_well(folders: list[SwapFolder]) -> None:
+    """Nothing but the protocol of backends is used."""
+    engine = PureEngine(AioConfig())
+    assert all(volume.gb_per_s > 0 for volume in make_volumes(folders, engine))
+    assert engine.stats().read_bytes == 128 * MIB
+    engine.close()
 
 
 def test_nothing_is_measured_for_one_path_or_for_known_speeds(

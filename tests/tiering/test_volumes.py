@@ -86,6 +86,17 @@ def test_any_stretch_of_records_is_balanced_within_one_record(
         assert latest <= earliest * SLACK
 
 
+@given(speeds=st.tuples(st.floats(0.1, 20), st.floats(0.1, 20)), count=st.integers(1, 60))
+def test_of_two_paths_each_has_its_share_of_any_stretch_but_for_one_record(
+    speeds: tuple[float, float], count: int
+) -> None:
+    """Equal records: the number a path got is within one of its part of them."""
+    paths = dealt(Dealer(speeds), [MIB] * count)
+    share = speeds[0] / sum(speeds)
+    for start, stop in windows(count):
+        assert abs(paths[start:stop].count(0) - share * (stop - start)) <= SLACK
+
+
 @given(
     kinds=st.lists(st.sampled_from(["shard", "tile", "gradient"]), max_size=40),
     speeds=st.sampled_from([(1, 1), (2, 1), (3, 2, 1)]),
