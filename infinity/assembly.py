@@ -7,19 +7,17 @@ are in the records.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import starmap
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
 from infinity.comm import Communicator
-from infinity.config import Config
+from infinity.config import Config, OffloadOptimizer, OffloadParam, real_path
 from infinity.gradients import UnitGradients
 from infinity.hooks import Hooks, is_managed
 from infinity.optimizer import PagedAdam
@@ -33,13 +31,14 @@ from infinity.unit_records import Home, Homes, Types, UnitRecords
 from tiering import records as record_files
 from tiering.aio import AioConfig, AnyEngine, Faults, open_engine
 from tiering.arena import Arena
+from tiering.bandwidth import make_volumes
 from tiering.errors import ConfigError
-from tiering.folder import SwapFolder
 from tiering.prefetch import Prefetcher
 from tiering.spec import RecordSpec, Tier
 from tiering.store import TieredStore
 from tiering.tiers.device import DeviceTier
 from tiering.tiers.nvme import NvmeTier
+from tiering.volumes import open_folders
 
 _STORED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -52,7 +51,7 @@ class OptimizerGroups(NamedTuple):
 
 
 class Drive(NamedTuple):
-    """What reads and writes one swap folder."""
+    """What reads and writes the swap folder of one path, or those of several together."""
 
     aio: AnyEngine
     tier: NvmeTier
@@ -281,52 +280,64 @@ def _active_numel(scopes: Sequence[Scope], layouts: dict[Group, FlatLayout]) -> 
     return max((sum(layouts[g].shard_numel for g in groups) for groups in needed), default=0)
 
 
+_DriveKey: TypeAlias = tuple[str, ...]
+
+
 def _open_drives(
     config: Config, arena: Arena, closing: ExitStack, faults: Faults | None
-) -> dict[str, Drive]:
-    """One drive for each distinct path of the config, by its real path."""
-    zero, aio = config.zero_optimization, config.aio
-    drives: dict[str, Drive] = {}
+) -> dict[_DriveKey, Drive]:
+    """One drive for each distinct path of the config, or one for all paths together."""
+    zero = config.zero_optimization
+    drives: dict[_DriveKey, Drive] = {}
     for section in (zero.offload_param, zero.offload_optimizer):
-        if section.device != "nvme" or _real(section.nvme_path) in drives:
-            continue
-        folder = SwapFolder(_real(section.nvme_path))
-        closing.callback(folder.close)
-        engine = open_engine(
-            AioConfig(
-                block_bytes=aio.block_size,
-                queue_depth=aio.queue_depth,
-                backend=config.tiering.aio_backend,
-                require_native=config.tiering.require_native,
-            ),
-            faults=faults,
-        )
-        tier = NvmeTier(folder, engine)
-        closing.callback(tier.close)
-        closing.callback(engine.close, config.tiering.io_timeout_s)
-        engine.register(arena.memory)
-        drives[_real(section.nvme_path)] = Drive(engine, tier)
+        paths = config.nvme_paths(section)
+        if section.device == "nvme" and _key(paths) not in drives:
+            drives[_key(paths)] = _open_drive(config, paths, closing, faults)
+    for drive in drives.values():
+        drive.aio.register(arena.memory)
     return drives
 
 
-def _real(path: str | None) -> str:
-    assert path is not None
-    try:
-        return os.path.realpath(Path(path).expanduser())
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"nvme_path {path!r} cannot be used: {error}") from error
+def _open_drive(
+    config: Config, paths: Mapping[str, float | None], closing: ExitStack, faults: Faults | None
+) -> Drive:
+    folders = open_folders(_key(paths))
+    for folder in folders:
+        closing.callback(folder.close)
+    engine = open_engine(
+        AioConfig(
+            block_bytes=config.aio.block_size,
+            queue_depth=config.aio.queue_depth,
+            backend=config.tiering.aio_backend,
+            require_native=config.tiering.require_native,
+        ),
+        faults=faults,
+    )
+    timeout_s = config.tiering.io_timeout_s
+    closing.callback(engine.close, timeout_s)
+    speeds = [gb_per_s for gb_per_s in paths.values() if gb_per_s is not None]
+    volumes = make_volumes(folders, engine, gb_per_s=speeds or None, timeout_s=timeout_s)
+    tier = NvmeTier(volumes, engine)
+    closing.callback(tier.close)
+    closing.callback(engine.close, timeout_s)  # again: before the tier, which waits without end
+    return Drive(engine, tier)
 
 
-def _homes(config: Config, plan: Plan, drives: dict[str, Drive]) -> Homes:
+def _key(paths: Iterable[str]) -> _DriveKey:
+    return tuple(map(real_path, paths))
+
+
+def _homes(config: Config, plan: Plan, drives: dict[_DriveKey, Drive]) -> Homes:
     zero = config.zero_optimization
 
-    def home(device: str, path: str | None) -> Home:
-        return Home(Tier(device), drives[_real(path)].tier if device == "nvme" else None)
+    def home(device: str, section: OffloadParam | OffloadOptimizer) -> Home:
+        drive = drives[_key(config.nvme_paths(section))].tier if device == "nvme" else None
+        return Home(Tier(device), drive)
 
     return Homes(
-        shards=home(zero.offload_param.device, zero.offload_param.nvme_path),
-        tiles=home(zero.offload_optimizer.device, zero.offload_optimizer.nvme_path),
-        gradients=home(plan.gradient_home.value, zero.offload_optimizer.nvme_path),
+        shards=home(zero.offload_param.device, zero.offload_param),
+        tiles=home(zero.offload_optimizer.device, zero.offload_optimizer),
+        gradients=home(plan.gradient_home.value, zero.offload_optimizer),
     )
 
 

@@ -10,11 +10,19 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from tiering.errors import ConfigError
 from tiering.sizes import parse_bytes
@@ -33,6 +41,40 @@ def _bytes(value: object) -> object:
         return parse_bytes(value)
     except ConfigError as error:
         raise ValueError(str(error)) from None
+
+
+def real_path(path: str) -> str:
+    """The directory that a path of the configuration leads to; it may be missing.
+
+    Raises:
+        ConfigError: it leads nowhere, or to something else.
+    """
+    try:
+        real = Path(os.path.realpath(Path(path).expanduser()))
+        if real.exists() and not real.is_dir():
+            raise ConfigError(f"{path!r} is not a directory; name one on the drive")
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"path {path!r} cannot be used: {error}") from error
+    return str(real)
+
+
+def _is_path(path: str) -> str:
+    if not path:
+        raise ValueError("is empty; name a directory on the drive")
+    try:
+        real_path(path)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+    return path
+
+
+def _nvme_path(value: object) -> object:
+    """A path may stand alone, without its speed."""
+    if isinstance(value, str):
+        return {"path": value}
+    if isinstance(value, (Mapping, NvmePath)):
+        return value
+    raise ValueError(f'must be a path, or {{"path": ..., "gb_per_s": ...}}, got {value!r}')
 
 
 Auto = Literal["auto"]
@@ -192,6 +234,33 @@ class Aio(_Section):
         return self
 
 
+class NvmePath(_Section):
+    """An element of ``tiering.nvme_paths``."""
+
+    path: Annotated[str, AfterValidator(_is_path)]
+    """A folder on a drive; made if missing."""
+    gb_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """How fast the drive is, reading and writing, in 1e9 bytes a second. None: it is measured."""
+
+
+def _spreadable(paths: tuple[NvmePath, ...]) -> tuple[NvmePath, ...]:
+    """All that is wrong with the paths as a list."""
+    problems = [] if paths else ["is empty; name a folder on each drive, or leave the key out"]
+    seen: dict[str, str] = {}
+    for path in (p.path for p in paths):
+        real = real_path(path)
+        if real in seen:
+            problems.append(f"{seen[real]!r} and {path!r} are one directory; name each path once")
+        seen[real] = path
+    unknown = [p.path for p in paths if p.gb_per_s is None]
+    if 0 < len(unknown) < len(paths):
+        names = ", ".join(map(repr, unknown))
+        problems.append(f"{names} have no gb_per_s; give it for all paths, or for none to measure")
+    if problems:
+        raise ValueError("; and ".join(problems))
+    return paths
+
+
 class Tiering(_Section):
     """``tiering``: this package's own settings."""
 
@@ -211,6 +280,16 @@ class Tiering(_Section):
     """
     io_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     """Longest wait for one transfer of the drive, in seconds; after that an error names it."""
+    nvme_paths: (
+        Annotated[
+            tuple[Annotated[NvmePath, BeforeValidator(_nvme_path)], ...],
+            AfterValidator(_spreadable),
+        ]
+        | None
+    ) = None
+    """Folders on several drives, over which everything on NVMe is spread in proportion to their
+    speeds: paths, or objects with ``path`` and ``gb_per_s``. They take the place of ``nvme_path``.
+    """
     max_unit_numel: Positive = 2**28
     """A list element larger than this is split into units at its children."""
 
@@ -240,16 +319,32 @@ class Config(_Section):
     def _nvme_has_a_path(self) -> Config:
         zero = self.zero_optimization
         sections: dict[str, OffloadParam | OffloadOptimizer] = {
-            "offload_param": zero.offload_param,
-            "offload_optimizer": zero.offload_optimizer,
+            "zero_optimization.offload_param": zero.offload_param,
+            "zero_optimization.offload_optimizer": zero.offload_optimizer,
         }
-        paths = {name: s.nvme_path for name, s in sections.items() if s.nvme_path}
+        paths = {f"{name}.nvme_path": s.nvme_path for name, s in sections.items() if s.nvme_path}
+        if self.tiering.nvme_paths is not None:
+            _check_agreement(paths, self.tiering.nvme_paths)
+            return self
         missing = [n for n, s in sections.items() if s.device == "nvme" and not s.nvme_path]
         if missing:
             hint = next((f" (its sibling has {p!r})" for p in paths.values()), "")
-            keys = " and ".join(f"zero_optimization.{n}.nvme_path" for n in missing)
+            keys = " and ".join(f"{name}.nvme_path" for name in missing)
             raise ValueError(f"device is nvme, so {keys} must name a folder on the drive{hint}")
         return self
+
+    def nvme_paths(self, section: OffloadParam | OffloadOptimizer) -> dict[str, float | None]:
+        """Where a section's records lie if its device is nvme: on all the paths, else on its own.
+
+        Args:
+            section: of ``zero_optimization``.
+
+        Returns:
+            The paths with their ``gb_per_s``.
+        """
+        if self.tiering.nvme_paths is not None:
+            return {path.path: path.gb_per_s for path in self.tiering.nvme_paths}
+        return {section.nvme_path: None} if section.nvme_path else {}
 
     def batch(self, *, world_size: int) -> Batch:
         """Batch sizes with the open ones worked out.
@@ -258,6 +353,18 @@ class Config(_Section):
             ConfigError: train_batch_size is not micro-batch x accumulation x ranks.
         """
         return _batch(self, world_size)
+
+
+def _check_agreement(own: Mapping[str, str], paths: Sequence[NvmePath]) -> None:
+    """Refuse a path of a section that is not among those for all; which is meant is unknown."""
+    real = {real_path(path.path) for path in paths}
+    others = [f"{key} {path!r}" for key, path in own.items() if real_path(path) not in real]
+    if others:
+        names = ", ".join(repr(path.path) for path in paths)
+        raise ValueError(
+            f"{' and '.join(others)} must be among tiering.nvme_paths ({names}), which take its "
+            "place; leave it out, or name it there too"
+        )
 
 
 class Batch(BaseModel):
@@ -348,19 +455,22 @@ def _problems(error: ValidationError) -> list[str]:
 
 def _own_parts(location: tuple[int | str, ...]) -> Iterator[str]:
     """What of an error's place is the user's key, and not an alternative of its type."""
-    model: object = Config
+    model: type[BaseModel] | None = Config
     for part in location:
-        if not isinstance(model, type) or not issubclass(model, BaseModel):
+        if model is None:
             return
         yield str(part)
-        field = model.model_fields.get(str(part))
-        model = field and next(
-            (o for o in (field.annotation, *get_args(field.annotation)) if _is_section(o)), None
-        )
+        if isinstance(part, str):  # a number is a place in a list of sections
+            field = model.model_fields.get(part)
+            model = next(_sections(field.annotation), None) if field else None
 
 
-def _is_section(option: object) -> bool:
-    return isinstance(option, type) and issubclass(option, BaseModel)
+def _sections(annotation: object) -> Iterator[type[BaseModel]]:
+    """The sections that a value of this type may be or hold."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _sections(argument)
 
 
 def _nearest(place: str) -> str:
@@ -377,6 +487,5 @@ def _keys(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, None]]:
     """Every key of the format, dotted."""
     for name, field in model.model_fields.items():
         yield prefix + name, None
-        for option in (field.annotation, *get_args(field.annotation)):
-            if isinstance(option, type) and issubclass(option, BaseModel):
-                yield from _keys(option, f"{prefix}{name}.")
+        for section in _sections(field.annotation):
+            yield from _keys(section, f"{prefix}{name}.")

@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -27,6 +27,7 @@ from infinity.optimizer import PagedAdam
 from infinity.schedule import Schedule
 from tiering.aio import Faults
 from tiering.errors import EngineClosedError, TieringWarning
+from tiering.volumes import VolumeStats
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class EngineStats:
     """On the device, kept for flat buffers to come."""
     nvme_read_bytes: int
     nvme_written_bytes: int
+    nvme_paths: tuple[VolumeStats, ...]
+    """The same by path, and what each holds."""
     prefetch_hits: int
     """Uses of NVMe records that found them in the arena or on their way."""
     prefetch_misses: int
@@ -96,7 +99,7 @@ class InfinityEngine:
             raise
         self._finalizer = weakref.finalize(self, _close_in_parent, self._pid, closing)
         os.register_at_fork(after_in_child=_forsaking(self._parts.schedule))
-        self._initial_bytes = self._nvme_bytes()
+        self._initial = self._volumes()
         self.device: torch.device = self._parts.device
         self.optimizer: PagedAdam = self._parts.optimizer
         self.lr_scheduler: LRScheduler | None = None
@@ -257,7 +260,7 @@ class InfinityEngine:
         parts = self._parts
         arena, store = parts.arena.stats(), parts.store.stats
         aio = [drive.aio.stats() for drive in parts.drives]
-        read_bytes, written_bytes = self._nvme_bytes()
+        volumes = tuple(map(_since, self._initial, self._volumes()))
         return EngineStats(
             steps=self.global_steps,
             parameter_numel=sum(p.numel() for p in self.module.parameters()),
@@ -267,8 +270,9 @@ class InfinityEngine:
             arena_peak_bytes=arena.peak_bytes,
             arena_huge_bytes=parts.huge_bytes,
             device_spare_bytes=parts.device_tier.spare_bytes(),
-            nvme_read_bytes=read_bytes - self._initial_bytes[0],
-            nvme_written_bytes=written_bytes - self._initial_bytes[1],
+            nvme_read_bytes=sum(volume.read_bytes for volume in volumes),
+            nvme_written_bytes=sum(volume.written_bytes for volume in volumes),
+            nvme_paths=volumes,
             prefetch_hits=store.hits,
             prefetch_misses=store.misses,
             prefetch_wasted=store.wasted,
@@ -279,9 +283,8 @@ class InfinityEngine:
             compute_dtype=str(parts.types.compute).removeprefix("torch."),
         )
 
-    def _nvme_bytes(self) -> tuple[int, int]:
-        tiers = [drive.tier for drive in self._parts.drives]
-        return sum(t.read_bytes for t in tiers), sum(t.written_bytes for t in tiers)
+    def _volumes(self) -> list[VolumeStats]:
+        return [volume for drive in self._parts.drives for volume in drive.tier.volumes()]
 
     def flush(self) -> None:
         """Write everything that is newer in memory to the drive, and wait until it is written.
@@ -295,7 +298,7 @@ class InfinityEngine:
             self._parts.store.flush()
 
     def close(self) -> None:
-        """Wait for what is under way, remove the swap folder and free the memory.
+        """Wait for what is under way, remove the swap folders and free the memory.
 
         The model's parameters stay released: take ``module.state_dict()`` before, if its weights
         are wanted. A second call does nothing.
@@ -331,6 +334,15 @@ class InfinityEngine:
             yield
         finally:
             self._lock.release()
+
+
+def _since(before: VolumeStats, now: VolumeStats) -> VolumeStats:
+    """What a path holds, and has moved since."""
+    return replace(
+        now,
+        read_bytes=now.read_bytes - before.read_bytes,
+        written_bytes=now.written_bytes - before.written_bytes,
+    )
 
 
 def _close_in_parent(pid: int, closing: ExitStack) -> None:

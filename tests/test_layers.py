@@ -25,7 +25,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     # What things are: no I/O, no state.
     ("tiering.errors", "tiering.spec", "tiering.sizes", "tiering.records", "tiering.trace"),
     ("tiering.aio",),
-    ("tiering.arena", "tiering.folder"),
+    ("tiering.arena", "tiering.folder", "tiering.volumes", "tiering.bandwidth"),
     ("tiering.tiers",),
     ("tiering.store",),
     ("tiering.planner", "tiering.prefetch"),

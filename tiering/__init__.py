@@ -5,6 +5,7 @@ a tensor's trip from the drive to its user:
 
 - `tiering.spec`: what is moved: a record, which is a key and some named tensors.
 - `tiering.folder`: where its file lies: a private folder under the user's path.
+- `tiering.volumes`, `tiering.bandwidth`: which path, when there are several, and how fast each is.
 - `tiering.records`: how it lies there: a safetensors header, then the payload, aligned.
 - `tiering.aio`: who moves it: a C engine with io_uring, or threads where that is forbidden.
 - `tiering.arena`: where it arrives: a slot of one pinned block of memory.
@@ -29,6 +30,7 @@ from tiering.errors import (
     TransferTimeoutError,
 )
 from tiering.swapper import SwapperStats, SwapTransfer, TensorSwapper
+from tiering.volumes import VolumeStats
 
 __all__ = [
     "AioConfig",
@@ -44,4 +46,5 @@ __all__ = [
     "TieringWarning",
     "TransferError",
     "TransferTimeoutError",
+    "VolumeStats",
 ]

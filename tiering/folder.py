@@ -30,12 +30,14 @@ from typing import Final
 
 from typing_extensions import Self
 
-from tiering.errors import ConfigError
+from tiering.errors import ConfigError, TransferError
 
 _PREFIX: Final = "tiering"
 _NAME: Final = re.compile(rf"{_PREFIX}-(?P<host>[A-Za-z0-9_.]{{0,16}})-\d+-[0-9a-f]{{8}}")
 _LOCK_NAME: Final = "lock"
 _MODE: Final = 0o700
+_FILE_MODE: Final = 0o600
+_CANNOT_RESERVE: Final = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 # File systems of which all users are on this machine, so that a lock that can be taken is a proof.
 _LOCAL_TYPES: Final = frozenset(
@@ -86,10 +88,58 @@ class SwapFolder:
         """The type of the file system it is on, such as ``ext4``; empty where that is unknown."""
         return _file_system_type(self._root)
 
+    def device(self) -> int:
+        """The number of the file system it is on; two folders with one number share free bytes.
+
+        Raises:
+            TransferError: the folder is gone.
+        """
+        try:
+            return self._path.stat().st_dev
+        except OSError as error:
+            raise self._gone(error) from error
+
     def free_bytes(self) -> int:
-        """What the file system still has for an ordinary user."""
-        usage = os.statvfs(self._path)
+        """What the file system still has for an ordinary user.
+
+        Raises:
+            TransferError: the folder is gone.
+        """
+        try:
+            usage = os.statvfs(self._path)
+        except OSError as error:
+            raise self._gone(error) from error
         return usage.f_bavail * usage.f_frsize
+
+    def _gone(self, error: OSError) -> TransferError:
+        return TransferError(
+            f"cannot look at the folder under {self._root}; is the drive still mounted there?",
+            errno=error.errno or errno.EIO,
+            path=str(self._path),
+        )
+
+    def make_file(self, name: str, nbytes: int, *, head: bytes = b"") -> Path:
+        """Make a file of this length for our user alone, with all its room taken.
+
+        Where the file system promises no room, only the length is set.
+
+        Args:
+            name: of a file that is not there yet.
+            nbytes: its length.
+            head: its first bytes; what follows them is undefined.
+
+        Raises:
+            OSError: it could not be made; nothing is left behind.
+        """
+        path = self._path / name
+        try:
+            with open(path, "xb", opener=_private) as file:
+                _reserve(file.fileno(), nbytes)
+                file.write(head)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+        return path
 
     def close(self) -> None:
         """Remove the folder. A second call does nothing, and so does a call in a forked child."""
@@ -117,6 +167,21 @@ def _usable_root(root: str | os.PathLike[str]) -> Path:
     return path
 
 
+def _private(path: str, flags: int) -> int:
+    """Open for one's own user alone."""
+    return os.open(path, flags, mode=_FILE_MODE)
+
+
+def _reserve(descriptor: int, nbytes: int) -> None:
+    """Take room for the whole file; where the file system promises none, just set its length."""
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        if error.errno not in _CANNOT_RESERVE:
+            raise
+        os.ftruncate(descriptor, nbytes)
+
+
 def _errno_name(error: OSError) -> str:
     return errno.errorcode.get(error.errno or 0, "unknown error")
 
@@ -132,7 +197,7 @@ def _make(root: Path) -> tuple[Path, int]:
         path = root / f"{_PREFIX}-{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
         try:
             path.mkdir(mode=_MODE)
-            lock = os.open(path / _LOCK_NAME, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+            lock = os.open(path / _LOCK_NAME, os.O_CREAT | os.O_EXCL | os.O_RDWR, _FILE_MODE)
         except (FileExistsError, FileNotFoundError):
             continue  # the name was taken, or another process took the new folder for a stale one
         except OSError as error:

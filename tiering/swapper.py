@@ -26,10 +26,10 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from typing_extensions import Self
@@ -37,6 +37,7 @@ from typing_extensions import Self
 from tiering.aio import AioConfig, open_engine
 from tiering.aio.backend import AioBackend, Transfer
 from tiering.arena import Arena, ArenaStats, Slot
+from tiering.bandwidth import make_volumes
 from tiering.errors import (
     ConfigError,
     EngineClosedError,
@@ -45,16 +46,17 @@ from tiering.errors import (
     TransferError,
     TransferTimeoutError,
 )
-from tiering.folder import SwapFolder
 from tiering.records import ALIGNMENT_BYTES, has_file_dtype
 from tiering.spec import RecordSpec, TensorSpec
 from tiering.tiers.nvme import NvmeTier, Part
+from tiering.volumes import VolumeStats, open_folders
 
 _HOST_MEMORY_BYTES: Final = 256 << 20
 _PIECE_BYTES: Final = 16 << 20  # large enough for full speed, small enough to be copied meanwhile
 _PIECES_IN_FLIGHT: Final = 8  # at least so many fit into the arena
 _ABANDON_S: Final = 10.0  # how long an exception waits for transfers nobody will ask for
 
+Root: TypeAlias = str | os.PathLike[str]
 ResultT = TypeVar("ResultT")
 
 
@@ -68,6 +70,7 @@ class SwapperStats(NamedTuple):
         read_bytes: of all reads so far, padding included.
         written_bytes: the same for writes.
         arena: where the bytes of the host memory are.
+        volumes: what each path holds and has moved.
     """
 
     tensors: int
@@ -76,6 +79,7 @@ class SwapperStats(NamedTuple):
     read_bytes: int
     written_bytes: int
     arena: ArenaStats
+    volumes: tuple[VolumeStats, ...]
 
 
 class SwapTransfer(Generic[ResultT]):
@@ -224,7 +228,9 @@ class TensorSwapper:
 
     Args:
         path: a directory on the drive; made if missing. Tensors live in a private folder in it,
-            which is removed by `close` or at exit.
+            which is removed by `close` or at exit. Several, on a drive each: tensors are spread
+            over them, each whole on one, in proportion to the drives' speeds. Those are measured,
+            with 64 MiB a path, or given as the values of a mapping, in GB/s.
         host_memory_bytes: the arena through which everything moves; it bounds the memory in use,
             not the size of a tensor.
         aio: how the drive is driven; defaults fit an NVMe drive.
@@ -232,12 +238,13 @@ class TensorSwapper:
             swapper.
 
     Raises:
-        ConfigError: a path or a size that cannot work.
+        ConfigError: a path, a speed or a size that cannot work.
+        TransferError: a drive failed while its speed was measured.
     """
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: Root | Sequence[Root] | Mapping[Root, float],
         *,
         host_memory_bytes: int = _HOST_MEMORY_BYTES,
         aio: AioConfig | None = None,
@@ -255,12 +262,15 @@ class TensorSwapper:
         self._failures: dict[_Job, TieringError] = {}  # of which nobody has heard yet
         self._round = 0  # of `wait`
         self._unwaited = 0  # transfers begun in this round and not waited for one by one
-        self._folder = SwapFolder(path)
+        roots = [path] if isinstance(path, (str, os.PathLike)) else list(path)
+        self._folders = open_folders(roots)
         self._arena = Arena(host_memory_bytes)
         self._piece_bytes = _piece_bytes(self._arena.capacity_bytes)
         self._backend = backend or open_engine(aio)
+        gb_per_s = list(path.values()) if isinstance(path, Mapping) else None
+        volumes = make_volumes(self._folders, self._backend, gb_per_s=gb_per_s)
         self._backend.register(self._arena.memory)
-        self._tier = NvmeTier(self._folder, self._backend)
+        self._tier = NvmeTier(volumes, self._backend)
 
     def __enter__(self) -> Self:
         return self
@@ -289,7 +299,7 @@ class TensorSwapper:
 
         Raises:
             ConfigError: a sparse, nested, quantized or meta tensor.
-            SpaceError: the drive has no room. What the key held before may be lost, and reading it
+            SpaceError: no drive has room. What the key held before may be lost, and reading it
                 raises then.
             EngineClosedError: the swapper was closed or belongs to another process.
         """
@@ -402,6 +412,7 @@ class TensorSwapper:
                 read_bytes=self._tier.read_bytes,
                 written_bytes=self._tier.written_bytes,
                 arena=self._arena.stats(),
+                volumes=self._tier.volumes(),
             )
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -430,7 +441,8 @@ class TensorSwapper:
         """Free everything, whatever fails on the way."""
         with contextlib.ExitStack() as last_to_first:
             last_to_first.callback(self._arena.close)
-            last_to_first.callback(self._folder.close)
+            for folder in self._folders:
+                last_to_first.callback(folder.close)
             last_to_first.callback(self._tier.close)
             last_to_first.callback(lambda: self._backend.close(_left_s(deadline)))
 
@@ -440,7 +452,8 @@ class TensorSwapper:
         self._check_process()
         with self._lock:
             if self._is_closed:
-                raise EngineClosedError(f"the swapper on {self._folder.root} was closed")
+                roots = " and ".join(str(folder.root) for folder in self._folders)
+                raise EngineClosedError(f"the swapper on {roots} was closed")
             yield
 
     def _check_process(self) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -170,3 +174,27 @@ def model() -> nn.Module:
 def _same_random_numbers() -> None:
     """Each test starts from the same random state."""
     torch.manual_seed(1234)
+
+
+@contextmanager
+def drive_of(size: str, folder: Path) -> Iterator[Path]:
+    """A file system of this size."""
+    small = folder / "small"
+    small.mkdir(parents=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(small)]
+    if subprocess.run(command, check=False, capture_output=True).returncode:
+        pytest.skip("no permission to mount a small file system")
+    try:
+        yield small
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+def python(code: str, path: Path) -> subprocess.Popen[str]:
+    """Run a program with the path as its argument; it can import what the tests can."""
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), str(path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )

@@ -12,7 +12,7 @@ from torch import nn
 
 import infinity
 from infinity.config import load_config
-from tests.infinity.conftest import base_model, config_for, train
+from tests.infinity.conftest import Config, base_model, config_for, train
 from tiering.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.json"))
@@ -26,6 +26,8 @@ def test_every_config_of_the_repository_trains(path: Path, tmp_path: Path) -> No
     for section in config["zero_optimization"].values():
         if isinstance(section, dict) and "nvme_path" in section:
             section["nvme_path"] = str(tmp_path)
+    for number, drive in enumerate(config.get("tiering", {}).get("nvme_paths", [])):
+        drive["path"] = str(tmp_path / str(number))
     losses, _ = train(base_model(), config, steps=2)
     assert all(torch.isfinite(torch.tensor(losses)))
 
@@ -73,6 +75,64 @@ def test_nvme_without_a_path_names_the_key(section: dict[str, Any], message: str
     """There is no default path; a sibling's is suggested."""
     with pytest.raises(ConfigError, match=message):
         load_config({"zero_optimization": section})
+
+
+def spread(*paths: object, **own: str) -> Config:
+    """A configuration with these paths for everything, and a path of a section's own."""
+    zero = {name: {"device": "nvme", "nvme_path": path} for name, path in own.items()}
+    return {"zero_optimization": zero, "tiering": {"nvme_paths": list(paths)}}
+
+
+def test_several_paths_take_the_place_of_each_sections_own(tmp_path: Path) -> None:
+    """As text or with a speed; a section may still name one of them, by whatever name."""
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    config = load_config(spread(f"{tmp_path}/a", f"{tmp_path}/b", offload_param=f"{tmp_path}/link"))
+    for section in (config.zero_optimization.offload_param, infinity.config.OffloadOptimizer()):
+        assert config.nvme_paths(section) == {f"{tmp_path}/a": None, f"{tmp_path}/b": None}
+    config = load_config(spread({"path": "/a", "gb_per_s": 6}, {"path": "/b", "gb_per_s": 2.5}))
+    assert config.nvme_paths(config.zero_optimization.offload_param) == {"/a": 6.0, "/b": 2.5}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (spread(), r"tiering\.nvme_paths: is empty; name a folder on each drive"),
+        (spread("/a", "/b", "/a/"), r"tiering\.nvme_paths: '/a' and '/a/' are one directory"),
+        (spread("/a", "/a"), r"tiering\.nvme_paths: '/a' and '/a' are one directory"),
+        (spread("/a", ""), r"tiering\.nvme_paths\.1\.path: is empty"),
+        (spread("/a", 5), r"tiering\.nvme_paths\.1: must be a path, or .*, got 5"),
+        (spread("/a", "/dev/null"), r"nvme_paths\.1\.path: '/dev/null' is not a directory; name"),
+        (
+            spread({"path": "/a", "gb_per_s": -1}, "/b"),
+            r"tiering\.nvme_paths\.0\.gb_per_s: .* greater than 0, got -1",
+        ),
+        (
+            spread({"path": "/a", "gb_per_s": 1}, "/b", "/c"),
+            r"'/b', '/c' have no gb_per_s; give it for all paths, or for none",
+        ),
+        (
+            spread({"path": "/a", "gb_per_sec": 1}),
+            r"nvme_paths\.0\.gb_per_sec: .* did you mean 'tiering\.nvme_paths\.gb_per_s'\?",
+        ),
+        (
+            spread("/a", "/b", offload_param="/c", offload_optimizer="/b"),
+            r"offload_param\.nvme_path '/c' must be among tiering\.nvme_paths \('/a', '/b'\)",
+        ),
+    ],
+)
+def test_paths_that_cannot_be_spread_over_are_refused(config: Config, message: str) -> None:
+    """With the key, the value, and what to do."""
+    with pytest.raises(ConfigError, match=message):
+        load_config(config)
+
+
+def test_what_is_wrong_with_each_path_is_told_at_once() -> None:
+    """One problem a path."""
+    paths = ("/dev/null", {"path": "/a", "gb_per_s": 0}, {"path": "/b", "gb_per_s": "fast"})
+    with pytest.raises(ConfigError, match=r"3 problem\(s\)") as error:
+        load_config(spread(*paths))
+    for place in ("0.path", "1.gb_per_s", "2.gb_per_s"):
+        assert f"tiering.nvme_paths.{place}: " in str(error.value)
 
 
 def test_whole_floats_are_counts() -> None:

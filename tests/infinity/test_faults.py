@@ -6,11 +6,6 @@ import copy
 import errno
 import os
 import signal
-import subprocess
-import sys
-import textwrap
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -25,6 +20,8 @@ from tests.infinity.conftest import (
     base_loss,
     base_model,
     config_for,
+    drive_of,
+    python,
     train,
 )
 from tiering.aio import FaultRule, Faults
@@ -94,23 +91,9 @@ def test_an_error_at_any_operation_is_raised_and_ends_cleanly(
     assert list(tmp_path.iterdir()) == []
 
 
-@contextmanager
-def _drive_of(size: str, folder: Path) -> Iterator[Path]:
-    """A file system of this size."""
-    small = folder / "small"
-    small.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(small)]
-    if subprocess.run(command, check=False, capture_output=True).returncode:
-        pytest.skip("no permission to mount a small file system")
-    try:
-        yield small
-    finally:
-        subprocess.run(["umount", str(small)], check=True)
-
-
 def test_a_drive_too_small_is_refused_before_the_model_is_touched(tmp_path: Path) -> None:
     """The error gives needed and free bytes; weights are as they were."""
-    with _drive_of("1m", tmp_path) as small:
+    with drive_of("1m", tmp_path) as small:
         model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
         before = copy.deepcopy(model.state_dict())
         with pytest.raises(SpaceError, match=r"need \d+ bytes.*\d+ free"):
@@ -120,7 +103,7 @@ def test_a_drive_too_small_is_refused_before_the_model_is_touched(tmp_path: Path
 
 def test_reserved_space_outlasts_a_drive_that_fills_up_later(tmp_path: Path) -> None:
     """Steps go on after the rest of the drive was filled by somebody else."""
-    with _drive_of("8m", tmp_path) as small:
+    with drive_of("8m", tmp_path) as small:
         with pytest.warns(TieringWarning):
             engine, *_ = infinity.initialize(model=base_model(), config=config_for(small))
         with engine:
@@ -159,7 +142,7 @@ def test_a_killed_run_leaves_nothing_behind_that_the_next_one_does_not_remove(
     tmp_path: Path,
 ) -> None:
     """kill -9 in the middle of training; the next run starts, and its end leaves the path empty."""
-    child = _python(_TRAIN_UNTIL_KILLED, tmp_path)
+    child = python(_TRAIN_UNTIL_KILLED, tmp_path)
     assert child.stdout is not None
     assert child.stdout.readline().strip() == "alive"
     child.send_signal(signal.SIGKILL)
@@ -171,7 +154,7 @@ def test_a_killed_run_leaves_nothing_behind_that_the_next_one_does_not_remove(
 
 def test_a_live_runs_folder_is_never_touched(tmp_path: Path) -> None:
     """Two runs on one path: each trains as if alone."""
-    child = _python(_TRAIN_UNTIL_KILLED, tmp_path)
+    child = python(_TRAIN_UNTIL_KILLED, tmp_path)
     assert child.stdout is not None
     assert child.stdout.readline().strip() == "alive"
     (folder,) = tmp_path.iterdir()
@@ -230,7 +213,7 @@ def test_an_ordinary_user_with_a_small_memory_lock_limit_trains_to_equal_bits(
     for parent in tmp_path.parents:
         if parent.owner() == "root" and not parent.stat().st_mode & 0o001:
             parent.chmod(parent.stat().st_mode | 0o011)
-    out, _ = _python(_AS_ORDINARY_USER, tmp_path).communicate()
+    out, _ = python(_AS_ORDINARY_USER, tmp_path).communicate()
     torch.manual_seed(5)
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6)))
 
@@ -256,12 +239,3 @@ def _steps(engine: infinity.InfinityEngine) -> None:
     for batch in base_batches():
         engine.backward(base_loss(engine, batch))
         engine.step()
-
-
-def _python(code: str, path: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code), str(path)],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )

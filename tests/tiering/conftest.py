@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -43,14 +43,14 @@ def each_backend(request: pytest.FixtureRequest) -> str:
     return name
 
 
-@pytest.fixture
-def small_drive(tmp_path: Path) -> Iterator[Path]:
-    """An ext4 file system of 64 MiB, for tests that fill it."""
-    image, mounted = tmp_path / "image", tmp_path / "drive"
-    mounted.mkdir()
+@contextmanager
+def mounted_drive(folder: Path, nbytes: int) -> Iterator[Path]:
+    """An ext4 file system of this size, in an image in ``folder``."""
+    image, mounted = folder / "image", folder / "drive"
+    mounted.mkdir(parents=True)
     image.touch()
     with image.open("r+b") as file:
-        file.truncate(DRIVE_BYTES)
+        file.truncate(nbytes)
     for command in (
         ["mkfs.ext4", "-q", "-F", "-m", "0", str(image)],
         ["mount", "-o", "loop", str(image), str(mounted)],
@@ -60,8 +60,27 @@ def small_drive(tmp_path: Path) -> Iterator[Path]:
         done = subprocess.run(command, check=False, capture_output=True, text=True)
         if done.returncode:
             pytest.skip(f"a small drive cannot be mounted here: {done.stderr.strip()}")
-    yield mounted
-    subprocess.run(["umount", str(mounted)], check=True)
+    try:
+        yield mounted
+    finally:
+        subprocess.run(["umount", str(mounted)], check=True)
+
+
+@pytest.fixture
+def small_drive(tmp_path: Path) -> Iterator[Path]:
+    """An ext4 file system of 64 MiB, for tests that fill it."""
+    with mounted_drive(tmp_path, DRIVE_BYTES) as mounted:
+        yield mounted
+
+
+@pytest.fixture
+def small_drives(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+    """Two ext4 file systems, of 64 MiB and of half of that."""
+    with (
+        mounted_drive(tmp_path / "large", DRIVE_BYTES) as large,
+        mounted_drive(tmp_path / "small", DRIVE_BYTES // 2) as small,
+    ):
+        yield large, small
 
 
 @pytest.fixture

@@ -321,7 +321,7 @@ def test_a_key_can_be_written_again_with_another_size(swapper: TensorSwapper) ->
         swapper.swap_out("a", tensor)
         assert same(swapper.swap_in("a").wait(), tensor)
     assert swapper.keys() == ["a", "b"]
-    assert len(list(swapper._folder.path.glob("*.safetensors"))) == 2
+    assert len(list(swapper._folders[0].path.glob("*.safetensors"))) == 2
 
 
 def test_a_deleted_key_is_gone_and_can_come_again(swapper: TensorSwapper) -> None:
@@ -415,7 +415,7 @@ def test_a_lost_completion_is_a_timeout_that_names_what_is_pending(
     assert swapper.swap_in("found").wait().eq(1).all()
     with pytest.raises(TransferTimeoutError, match="swapping out 'lost'"):
         swapper.close(0.01)
-    assert not swapper._folder.path.exists()
+    assert not swapper._folders[0].path.exists()
     with pytest.raises(EngineClosedError):
         lost.wait()
 
@@ -471,7 +471,7 @@ def test_a_failed_write_is_raised_by_close_at_the_latest(
     swapper.swap_out("a", torch.ones(5))
     with pytest.raises(TransferError, match="swapping out 'a'"):
         swapper.close()
-    assert not swapper._folder.path.exists()
+    assert not swapper._folders[0].path.exists()
     swapper.close()
 
 
@@ -599,7 +599,7 @@ import sys, torch
 from tiering import TensorSwapper
 swapper = TensorSwapper(sys.argv[1], host_memory_bytes=1 << 20)
 swapper.swap_out("a", torch.ones(1000)).wait()
-print(swapper._folder.path, flush=True)
+print(swapper._folders[0].path, flush=True)
 sys.stdin.readline()
 """
 
@@ -619,6 +619,74 @@ def test_what_a_killed_process_left_is_removed_and_a_live_one_is_untouched(tmp_p
         live.communicate("end\n")
     assert live.returncode == 0
     assert list(tmp_path.iterdir()) == []
+
+
+def swap_all_out(swapper: TensorSwapper, tensors: dict[str, torch.Tensor]) -> None:
+    """Start writing all of them."""
+    for key, tensor in tensors.items():
+        swapper.swap_out(key, tensor)
+
+
+def test_tensors_on_several_paths_come_back_and_all_paths_are_left_empty(tmp_path: Path) -> None:
+    """Measured by itself; each tensor lies on one of the paths, and every path has some."""
+    roots = [tmp_path / "a", tmp_path / "b"]
+    tensors = {f"{number}": random((50_000 + number,), torch.float32) for number in range(40)}
+    with TensorSwapper(roots, host_memory_bytes=MIB) as swapper:
+        swap_all_out(swapper, tensors)
+        assert all(same(swapper.swap_in(key).wait(), tensor) for key, tensor in tensors.items())
+        stats = swapper.stats()
+        assert [volume.path for volume in stats.volumes] == [str(root) for root in roots]
+        assert all(volume.written_bytes for volume in stats.volumes)
+        assert sum(volume.written_bytes for volume in stats.volumes) == stats.written_bytes
+        assert sum(volume.read_bytes for volume in stats.volumes) == stats.read_bytes
+        for volume, root in zip(stats.volumes, roots, strict=True):
+            files = root.rglob("*.safetensors")
+            assert sum(file.stat().st_size for file in files) == volume.held_bytes
+    assert [list(root.iterdir()) for root in roots] == [[], []]
+
+
+def test_given_speeds_decide_and_a_key_that_changes_keeps_the_balance(tmp_path: Path) -> None:
+    """Two to one, before and after each tensor was replaced by a larger one."""
+    speeds = {tmp_path / "fast": 2.0, tmp_path / "slow": 1.0}
+    with TensorSwapper(speeds, host_memory_bytes=MIB) as swapper:
+        for numel in (1000, 5000):
+            for number in range(30):
+                swapper.swap_out(f"{number}", torch.full((numel,), number))
+            fast, slow = (volume.held_bytes for volume in swapper.stats().volumes)
+            assert fast == 2 * slow
+        assert all(swapper.swap_in(f"{n}").wait().eq(n).all() for n in range(30))
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        ([], "no path was given"),
+        (["a", "./a"], "'a' and './a' are one directory"),
+        ({"a": 1.0, "b": -2.0}, r"b: gb_per_s must be a number above 0, got -2\.0"),
+    ],
+)
+def test_paths_that_cannot_be_spread_over_are_refused(
+    paths: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the value that is wrong, and nothing left behind."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        TensorSwapper(paths, host_memory_bytes=MIB)
+    gc.collect()
+    assert not list(tmp_path.glob("*/*"))
+
+
+def test_a_second_drive_takes_what_the_first_cannot(small_drives: tuple[Path, Path]) -> None:
+    """A tensor that fits on neither is refused with both; what is there stays readable."""
+    large, small = small_drives
+    tensors = {f"{number}": random((MIB,), torch.float32) for number in range(14)}
+    with TensorSwapper({large: 1.0, small: 2.0}, host_memory_bytes=MIB) as swapper:
+        with pytest.warns(TieringWarning, match=str(small)):
+            swap_all_out(swapper, tensors)
+        with pytest.raises(SpaceError, match=rf"{large} has \d+ free.*{small} has \d+ free"):
+            swapper.swap_out("more", random((16 * MIB,), torch.float32))
+        assert all(same(swapper.swap_in(key).wait(), tensor) for key, tensor in tensors.items())
+    assert not [path for drive in small_drives for path in drive.glob("tiering-*")]
 
 
 def test_python_goes_on_while_a_tensor_is_read(tmp_path: Path) -> None:

@@ -1,5 +1,8 @@
 """The NVMe tier: one file a record, and the transfers between those files and arena slots.
 
+A tier may have several paths, on a drive each. A record is dealt to one of them when it is created
+(`tiering.volumes` says which) and stays there; nothing above this module knows of it.
+
 Bytes come from a slot of the arena and go to the payload part of the record's file, or back; the
 backend moves them, past the page cache. All that is known of a record here is its spec and its
 file's name. The size of a file is never looked at: it is padded, and the spec alone says what is in
@@ -23,7 +26,7 @@ import os
 import resource
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -33,9 +36,9 @@ from tiering.aio.backend import AioBackend, File, Memory, Transfer
 from tiering.errors import EngineClosedError, RecordError, SpaceError, TieringWarning, TransferError
 from tiering.folder import SwapFolder
 from tiering.spec import RecordSpec
+from tiering.volumes import Dealer, Room, Volume, VolumeStats, rooms
 
 _NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT)
-_CANNOT_RESERVE: Final = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 # The rest is for the user's own files, for data loaders and sockets. A backend may need two
 # descriptors a file.
@@ -52,8 +55,15 @@ class _RecordFile:
     spec: RecordSpec
     path: Path
     payload_offset: int
+    volume: int
+    """Number of the path it is on."""
     file: File | None = None
     pending: list[Transfer] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole file."""
+        return self.payload_offset + records.aligned_bytes(self.spec.nbytes)
 
     def is_busy(self) -> bool:
         """Whether a transfer on it is pending."""
@@ -75,32 +85,54 @@ class Part(NamedTuple):
 
 
 class NvmeTier:
-    """Records as files in ``folder``, moved by ``backend``. Both stay the caller's to close.
+    """Records as files, moved by ``backend``.
 
     Safe to use from several threads, as long as one record is not used by two at once.
+
+    Args:
+        folders: where the files lie: one folder, or several paths over which the records are
+            spread, to each what its speed is worth. They stay the caller's to close.
+        backend: moves the bytes; the caller's to close as well.
     """
 
-    def __init__(self, folder: SwapFolder, backend: AioBackend) -> None:
-        self._folder = folder
+    def __init__(self, folders: SwapFolder | Sequence[Volume], backend: AioBackend) -> None:
+        volumes = [Volume(folders)] if isinstance(folders, SwapFolder) else folders
+        self._folders = [volume.folder for volume in volumes]
+        self._dealer = Dealer([volume.gb_per_s for volume in volumes])
         self._backend = backend
         self._lock = threading.RLock()
         self._records: dict[str, _RecordFile] = {}
         self._open: dict[str, _RecordFile] = {}  # in the order of last use
         self._most_open = most_open_files()
         self._created = 0
-        self._detour_was_told = False
-        self._read_bytes = 0
-        self._written_bytes = 0
+        self._detours_told: set[int] = set()
+        self._full_told: set[int] = set()
+        self._read_bytes = [0] * len(self._folders)
+        self._written_bytes = [0] * len(self._folders)
 
     @property
     def read_bytes(self) -> int:
         """Bytes of all reads started so far, padding included."""
-        return self._read_bytes
+        return sum(self._read_bytes)
 
     @property
     def written_bytes(self) -> int:
         """Bytes of all writes started so far, padding included, headers not."""
-        return self._written_bytes
+        return sum(self._written_bytes)
+
+    def volumes(self) -> tuple[VolumeStats, ...]:
+        """What each path holds and has moved."""
+        with self._lock:
+            return tuple(
+                VolumeStats(
+                    path=str(folder.root),
+                    share=self._dealer.share(number),
+                    held_bytes=self._dealer.held_bytes(number),
+                    read_bytes=self._read_bytes[number],
+                    written_bytes=self._written_bytes[number],
+                )
+                for number, folder in enumerate(self._folders)
+            )
 
     def keys(self) -> list[str]:
         """The records there are, in the order of their creation."""
@@ -108,14 +140,16 @@ class NvmeTier:
             return list(self._records)
 
     def require(self, total_bytes: int) -> None:
-        """Check that the drive has room for ``total_bytes``, before anything is written.
+        """Check that there is room for ``total_bytes``, before anything is written.
 
         Raises:
-            SpaceError: it has not; names both numbers.
+            SpaceError: there is not; names what is needed, and what is free under each path.
+            TransferError: a path is gone.
         """
-        free_bytes = self._folder.free_bytes()
-        if total_bytes > free_bytes:
-            raise self._no_space(f"the record files need {total_bytes} bytes", errno.ENOSPC)
+        found = rooms(self._folders)
+        if total_bytes > sum(room.free_bytes for room in found):
+            needed = f"the record files need {total_bytes} bytes"
+            raise self._no_space(needed, errno.ENOSPC, found)
 
     def create(self, spec: RecordSpec) -> None:
         """Make the record's file, with its whole room reserved; its payload is undefined so far.
@@ -123,17 +157,19 @@ class NvmeTier:
         Raises:
             RecordError: the key exists.
             ConfigError: the file format cannot hold the record.
-            SpaceError: no room; nothing is left behind.
-            TransferError: the file could not be made for another reason.
+            SpaceError: no room on any path; nothing is left behind.
+            TransferError: the file could not be made for another reason; names its path.
         """
         head = records.header(spec)
         with self._lock:
             if spec.key in self._records:
                 raise RecordError(f"record {spec.key!r} exists; delete it before creating it anew")
-            path = self._folder.path / f"{self._created:08x}.safetensors"
-            self._created += 1
-            self._make_file(path, spec, head)
-            self._records[spec.key] = _RecordFile(spec, path, payload_offset=len(head))
+            turns = self._dealer.turns(spec, len(head) + records.aligned_bytes(spec.nbytes))
+            record = self._place(spec, head, turns)
+            self._records[spec.key] = record
+            self._dealer.give(spec, record.volume, record.nbytes)
+            if record.volume != turns[0]:
+                self._tell_full(turns[0])
 
     def read(
         self, key: str, memory: Memory, *, part: Part | None = None, after: Transfer | None = None
@@ -159,7 +195,7 @@ class NvmeTier:
                 self._opened(key, record), memory, nbytes=nbytes, offset=offset, after=after
             )
             record.pending.append(transfer)
-            self._read_bytes += nbytes
+            self._read_bytes[record.volume] += nbytes
         return transfer
 
     def write(
@@ -174,7 +210,7 @@ class NvmeTier:
                 self._opened(key, record), memory, nbytes=nbytes, offset=offset, after=after
             )
             record.pending.append(transfer)
-            self._written_bytes += nbytes
+            self._written_bytes[record.volume] += nbytes
         return transfer
 
     def sync(self, key: str) -> None:
@@ -209,6 +245,7 @@ class NvmeTier:
             record = self._known(key)
             del self._records[key]
             self._open.pop(key, None)
+            self._dealer.take_back(record.spec, record.volume, record.nbytes)
         _close(record)
         record.path.unlink(missing_ok=True)
 
@@ -256,7 +293,7 @@ class NvmeTier:
         if record.file is None:
             self._evict(down_to=self._most_open - 1)
             record.file = self._open_file(record.path)
-            self._tell_detour(record.file)
+            self._tell_detour(record.volume, record.file)
         self._open.pop(key, None)
         self._open[key] = record
         record.is_busy()  # drops what has ended, so that the list stays short
@@ -272,15 +309,16 @@ class NvmeTier:
                     raise
             self._evict(down_to=len(self._open) // 2)
 
-    def _tell_detour(self, file: File) -> None:
-        """Warn, once, where transfers cannot go past the page cache though they should."""
-        if file.info.direct or not file.info.direct_errno or self._detour_was_told:
+    def _tell_detour(self, volume: int, file: File) -> None:
+        """Warn, once a path, where transfers cannot go past the page cache though they should."""
+        if file.info.direct or not file.info.direct_errno or volume in self._detours_told:
             return
-        self._detour_was_told = True
-        kind = self._folder.file_system() or "its file system"
+        self._detours_told.add(volume)
+        folder = self._folders[volume]
+        kind = folder.file_system() or "its file system"
         reason = os.strerror(file.info.direct_errno)
         warnings.warn(
-            f"{self._folder.root}: {kind} has no direct I/O ({reason}); transfers go through the "
+            f"{folder.root}: {kind} has no direct I/O ({reason}); transfers go through the "
             f"page cache, which costs memory and time; a path on ext4 or xfs avoids that",
             TieringWarning,
             stacklevel=4,
@@ -295,24 +333,57 @@ class NvmeTier:
     def _idle(self) -> Iterator[str]:
         return (key for key, record in self._open.items() if not record.is_busy())
 
-    def _make_file(self, path: Path, spec: RecordSpec, head: bytes) -> None:
-        try:
-            with open(path, "xb", opener=_private) as file:
-                _reserve(file.fileno(), len(head) + records.aligned_bytes(spec.nbytes))
-                file.write(head)
-        except OSError as error:
-            path.unlink(missing_ok=True)
-            needed = f"record {spec.key!r} needs a file of {records.file_bytes(spec)} bytes"
-            if error.errno in _NO_SPACE:
-                raise self._no_space(needed, error.errno) from error
-            raise TransferError(needed, errno=error.errno or errno.EIO, path=str(path)) from error
+    def _place(self, spec: RecordSpec, head: bytes, turns: Sequence[int]) -> _RecordFile:
+        """Make the record's file on the path whose turn it is, or on the next that has room."""
+        name = f"{self._created:08x}.safetensors"
+        self._created += 1
+        nbytes = len(head) + records.aligned_bytes(spec.nbytes)
+        needed = f"record {spec.key!r} needs a file of {nbytes} bytes"
+        refusal: OSError | None = None
+        for volume in self._roomy_first(turns, nbytes):
+            try:
+                path = self._folders[volume].make_file(name, nbytes, head=head)
+            except OSError as error:
+                if error.errno not in _NO_SPACE:
+                    raise self._not_made(needed, error, self._folders[volume]) from error
+                refusal = error
+                continue
+            return _RecordFile(spec, path, len(head), volume)
+        assert refusal is not None
+        number = refusal.errno or errno.ENOSPC
+        raise self._no_space(needed, number, rooms(self._folders)) from refusal
 
-    def _no_space(self, needed: str, number: int) -> SpaceError:
-        free_bytes = self._folder.free_bytes()
+    def _roomy_first(self, turns: Sequence[int], nbytes: int) -> list[int]:
+        """Those that seem full come last: what is said to be free is no promise either way."""
+        return sorted(turns, key=lambda volume: self._folders[volume].free_bytes() < nbytes)
+
+    def _tell_full(self, volume: int) -> None:
+        """Warn, once a path, that its records go elsewhere."""
+        if volume in self._full_told:
+            return
+        self._full_told.add(volume)
+        folder = self._folders[volume]
+        warnings.warn(
+            f"{folder.root} has {folder.free_bytes()} bytes free, too few for its share; records "
+            "go to the other paths, and all together are slower; free some room there, or leave "
+            "the path out",
+            TieringWarning,
+            stacklevel=4,
+        )
+
+    @staticmethod
+    def _not_made(needed: str, error: OSError, folder: SwapFolder) -> TransferError:
+        return TransferError(
+            f"{needed}, which could not be made under {folder.root}",
+            errno=error.errno or errno.EIO,
+            path=str(folder.path),
+        )
+
+    def _no_space(self, needed: str, number: int, found: Sequence[Room]) -> SpaceError:
         return SpaceError(
-            f"{needed}, the drive under {self._folder.root} has {free_bytes} free",
+            f"{needed}, {', '.join(map(str, found))}",
             errno=number,
-            path=str(self._folder.path),
+            path=os.pathsep.join(str(folder.path) for folder in self._folders),
         )
 
 
@@ -322,21 +393,6 @@ def most_open_files() -> int:
     if limit == resource.RLIM_INFINITY:
         return _MOST_FILES
     return min(max(limit // _DESCRIPTOR_SHARE, _FEWEST_FILES), _MOST_FILES)
-
-
-def _private(path: str, flags: int) -> int:
-    """Open for one's own user alone."""
-    return os.open(path, flags, mode=0o600)
-
-
-def _reserve(descriptor: int, nbytes: int) -> None:
-    """Take room for the whole file; where the file system promises none, just set its length."""
-    try:
-        os.posix_fallocate(descriptor, 0, nbytes)
-    except OSError as error:
-        if error.errno not in _CANNOT_RESERVE:
-            raise
-        os.ftruncate(descriptor, nbytes)
 
 
 def _close(record: _RecordFile) -> None:
