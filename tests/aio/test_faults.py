@@ -175,7 +175,8 @@ def test_delayed_completions_overlap(make_bench: MakeBench, native_backend: str)
     bench = make_bench(native_backend, faults=rules(delayed))
     bench.write(0, 8192, 0).wait()
     held = bench.read(0, 4096, 0)
-    bench.read(4096, 4096, 4096).wait()
+    later = bench.write(4096, 4096, 4096)  # when it has begun, so has the first read
+    bench.read(4096, 4096, 4096, after=later).wait()
     assert not held.done()
 
 
