@@ -39,13 +39,19 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("infinity.engine",),
     ("infinity",),
     ("infinity.demo",),
+    # A measured training step, in a process of its own.
+    ("bench.steps.model",),
+    ("bench.steps.wire",),
+    ("bench.steps.loop",),
+    ("bench.steps.child_ours", "bench.steps.child_torch", "bench.steps.child_deepspeed"),
     # The commands: what a measurement is, one of them, the commands made of it, what they tell.
     ("bench.job", "bench.buffers", "bench.config_file"),
     ("bench.lane",),
     ("bench.workload", "bench.facts"),
     ("bench.run", "bench.sweep", "bench.fio_baseline", "bench.compare"),
     ("bench.report", "bench.plot"),
-    ("bench", "bench.aio_bench"),
+    ("bench.steps.contestants",),
+    ("bench", "bench.steps", "bench.aio_bench"),
 )
 # Packages whose modules must each be placed: being new there is a decision.
 PLACED_ONE_BY_ONE = ("tiering", "infinity", "bench")
