@@ -50,8 +50,10 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("bench.workload", "bench.facts"),
     ("bench.run", "bench.sweep", "bench.fio_baseline", "bench.compare"),
     ("bench.report", "bench.plot"),
-    ("bench.steps.contestants",),
-    ("bench", "bench.steps", "bench.aio_bench"),
+    ("bench.steps.ideal", "bench.steps.drive", "bench.steps.contestants"),
+    ("bench.steps.measure",),
+    ("bench.steps.report", "bench.steps.plot"),
+    ("bench", "bench.steps", "bench.aio_bench", "bench.step_bench"),
 )
 # Packages whose modules must each be placed: being new there is a decision.
 PLACED_ONE_BY_ONE = ("tiering", "infinity", "bench")

@@ -1,4 +1,4 @@
-"""A measured run: the model all engines share, and how a run of its own is started."""
+"""A child of `step_bench`: the model all engines share, and how a run of its own is started."""
 
 from __future__ import annotations
 
