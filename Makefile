@@ -44,8 +44,9 @@ format: $(READY) ## Format Python and C, and mend what ruff can mend.
 wheel: $(READY) ## Build a stable-ABI wheel with liburing inside, into dist/.
 	@PYTHON='$(BIN)/python' scripts/wheel.sh dist
 
-bench-smoke: $(READY) ## Run the demo's smallest size, to see that it runs.
+bench-smoke: $(READY) ## Run the smallest sizes of the demo and of step_bench, to see that they run.
 	@$(BIN)/python -m infinity.demo --smoke $(ARGS)
+	@$(BIN)/python -m bench.step_bench --size tiny --threads 1 --steps 2 --warmup 1 --vs torch --nvme-path .
 
 sanitize: $(READY) ## Run the C engine's tests under the address, undefined and thread sanitizers.
 	@csrc/aio/sanitize.sh $(ARGS)

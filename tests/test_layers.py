@@ -41,6 +41,11 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("infinity.engine",),
     ("infinity",),
     ("infinity.demo",),
+    # A measured training step, in a process of its own.
+    ("bench.steps.model",),
+    ("bench.steps.wire",),
+    ("bench.steps.loop",),
+    ("bench.steps.child_ours", "bench.steps.child_torch", "bench.steps.child_deepspeed"),
     # The commands: what a measurement is, one of them, the commands made of it, what they tell.
     ("bench.job", "bench.buffers", "bench.config_file"),
     ("bench.lane",),
@@ -50,7 +55,10 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("bench.run", "bench.sweep", "bench.rivals", "bench.compare", "bench.small"),
     ("bench.table",),
     ("bench.report", "bench.plot"),
-    ("bench", "bench.aio_bench"),
+    ("bench.steps.ideal", "bench.steps.drive", "bench.steps.contestants"),
+    ("bench.steps.measure",),
+    ("bench.steps.report", "bench.steps.plot"),
+    ("bench", "bench.steps", "bench.aio_bench", "bench.step_bench"),
 )
 # Packages whose modules must each be placed: being new there is a decision.
 PLACED_ONE_BY_ONE = ("tiering", "infinity", "bench")

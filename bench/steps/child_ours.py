@@ -1,0 +1,78 @@
+"""A measured run of our engine: ``python -m bench.steps.child_ours OUTCOME < RUN``."""
+
+from __future__ import annotations
+
+import torch
+
+import infinity
+from bench.steps.loop import DTYPES, Moved, Trainer, serve
+from bench.steps.model import build
+from bench.steps.wire import Paging, Run
+from infinity.engine import EngineStats
+
+_NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
+
+
+class Ours(Trainer):
+    """The engine as the run's configuration says.
+
+    Args:
+        run: the work.
+    """
+
+    def __init__(self, run: Run) -> None:
+        shape, seed = run.training.shape, run.training.seed
+        model = build(shape, seed=seed, compute_dtype=None)
+        self._engine, *_ = infinity.initialize(model=model, config=run.config)
+        self._start: EngineStats = self._engine.stats()
+        self.device = self._engine.device
+        self.compute_dtype = _NAMES[self._start.compute_dtype]
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the loss."""
+        loss: torch.Tensor = self._engine(ids)
+        return loss
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Make the gradients."""
+        self._engine.backward(loss)
+
+    def update(self) -> None:
+        """Update."""
+        self._engine.step()
+
+    def moved(self) -> Moved:
+        """Bytes of the drive so far."""
+        stats = self._engine.stats()
+        return Moved(stats.nvme_read_bytes, stats.nvme_written_bytes)
+
+    def begin_measuring(self) -> None:
+        """Count from here."""
+        self._start = self._engine.stats()
+
+    def paging(self) -> Paging:
+        """Of the measured steps."""
+        first, last = self._start, self._engine.stats()
+        return Paging(
+            state_bytes=last.state_bytes,
+            arena_budget_bytes=last.arena_budget_bytes,
+            arena_peak_bytes=last.arena_peak_bytes,
+            arena_huge_bytes=last.arena_huge_bytes,
+            hits=last.prefetch_hits - first.prefetch_hits,
+            misses=last.prefetch_misses - first.prefetch_misses,
+            wasted=last.prefetch_wasted - first.prefetch_wasted,
+            waited_s={
+                hop: seconds - first.waited_s.get(hop, 0.0)
+                for hop, seconds in last.waited_s.items()
+            },
+            backend=last.backend,
+            direct_io=last.direct_io,
+        )
+
+    def close(self) -> None:
+        """Remove the swap folder."""
+        self._engine.close()
+
+
+if __name__ == "__main__":
+    serve(Ours)

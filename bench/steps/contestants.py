@@ -1,0 +1,275 @@
+"""Who trains: how each engine is configured, and how its child process is started.
+
+A child gets a private folder on the drive, which is removed when it has ended, however it ended. A
+child of ours runs in this interpreter. DeepSpeed's runs in its own, and what that one could import
+of ours is a folder with a link to `bench` in it: our interpreter's packages would hide its torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from bench.steps.model import Shape
+from bench.steps.wire import Json, Outcome, Run, Training
+from tiering.errors import ConfigError, TieringError
+
+OffloadDevice = Literal["none", "cpu", "nvme"]
+
+IN_MEMORY: Final = "ours in memory"
+STATE_BYTES: Final = 14
+"""Of a parameter: weight as stored, master weight and moments."""
+
+_PARTS: Final = 6  # of a model, at least, that DeepSpeed handles one after another
+_CLIPPING: Final = 1.0
+_SAID_LINES: Final = 12  # of a child that failed
+_PACKAGE: Final = Path(__file__).resolve().parent.parent
+_ADAM: Final[Json] = {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+
+
+class ContestantError(TieringError):
+    """A child ended without an outcome."""
+
+
+@dataclass(frozen=True)
+class Ours:
+    """Our engine.
+
+    Args:
+        name: in tables.
+        device: home of weights and states.
+        host_memory_bytes: budget of the arena; None: the engine's choice.
+        module: that the child runs.
+        python: that runs it; None: the one we are in.
+    """
+
+    name: str = IN_MEMORY
+    device: OffloadDevice = "none"
+    host_memory_bytes: int | None = None
+    module: str = "bench.steps.child_ours"
+    python: Path | None = None
+
+    @property
+    def uses_drive(self) -> bool:
+        """Whether states are on it."""
+        return self.device == "nvme"
+
+    def config(self, training: Training, folder: Path) -> Json:
+        """For `infinity.initialize`."""
+        home: Json = {"device": self.device}
+        if self.uses_drive:
+            home["nvme_path"] = str(folder)
+        tiering: Json = {"compute_dtype": training.compute_dtype}
+        if self.host_memory_bytes is not None:
+            tiering["host_memory"] = self.host_memory_bytes
+        return {
+            **_common(training),
+            "optimizer": {"type": "AdamW", "params": {**_ADAM, "fused": training.fused}},
+            "zero_optimization": {"stage": 3, "offload_param": home, "offload_optimizer": home},
+            "tiering": tiering,
+        }
+
+
+@dataclass(frozen=True)
+class PlainTorch:
+    """Everything in memory, in plain torch.
+
+    Args:
+        name: in tables.
+        uses_drive: never.
+        module: that the child runs.
+        python: that runs it; None: the one we are in.
+    """
+
+    name: str = "torch"
+    uses_drive: bool = False
+    module: str = "bench.steps.child_torch"
+    python: Path | None = None
+
+    def config(self, training: Training, folder: Path) -> Json:
+        """AdamW's settings."""
+        del folder
+        return {
+            "gradient_clipping": _CLIPPING,
+            "optimizer": {**_ADAM, "fused": training.fused, "foreach": False},
+        }
+
+
+@dataclass(frozen=True)
+class DeepSpeedSettings:
+    """Of DeepSpeed with everything on NVMe; the defaults are ones with which it trains.
+
+    Args:
+        parameter_buffers: of the largest parameter each.
+        optimizer_buffers: of the largest sub-group each; pipelining takes more of them.
+        sub_group_numel: elements of the optimizer state moved at once, at most.
+        reduce_bucket_numel: elements of gradients reduced at once, at most.
+        max_reuse_distance: parameters used again within so many elements stay in memory.
+        prefetch_bucket_numel: elements fetched ahead.
+        pipelines: reads and writes the optimizer state behind the update.
+    """
+
+    parameter_buffers: int = 5
+    optimizer_buffers: int = 12
+    sub_group_numel: int = 20_000_000
+    reduce_bucket_numel: int = 30_000_000
+    max_reuse_distance: int = 0
+    prefetch_bucket_numel: int = 1
+    pipelines: bool = True
+
+
+@dataclass(frozen=True)
+class DeepSpeed:
+    """DeepSpeed's ZeRO-3.
+
+    Args:
+        python: an interpreter with torch and DeepSpeed.
+        device: home of weights and states.
+        settings: for NVMe.
+        module: that the child runs.
+    """
+
+    python: Path | None
+    device: OffloadDevice = "nvme"
+    settings: DeepSpeedSettings = DeepSpeedSettings()
+    module: str = "bench.steps.child_deepspeed"
+
+    @property
+    def name(self) -> str:
+        """In tables."""
+        return f"DeepSpeed {self.device}"
+
+    @property
+    def uses_drive(self) -> bool:
+        """Whether states are on it."""
+        return self.device == "nvme"
+
+    def config(self, training: Training, folder: Path) -> Json:
+        """For `deepspeed.initialize`."""
+        settings = self.settings
+        zero: Json = {
+            "stage": 3,
+            "overlap_comm": False,
+            "sub_group_size": _part(settings.sub_group_numel, training.shape),
+            "reduce_bucket_size": _part(settings.reduce_bucket_numel, training.shape),
+            "stage3_prefetch_bucket_size": settings.prefetch_bucket_numel,
+            "stage3_max_reuse_distance": settings.max_reuse_distance,
+            "offload_param": {"device": self.device},
+            "offload_optimizer": {"device": self.device},
+        }
+        if self.uses_drive:
+            zero["offload_param"] |= {
+                "nvme_path": str(folder),
+                "buffer_count": settings.parameter_buffers,
+                "buffer_size": training.shape.largest_numel,
+                "max_in_cpu": 0,
+            }
+            zero["offload_optimizer"] |= {
+                "nvme_path": str(folder),
+                "buffer_count": settings.optimizer_buffers,
+                "pipeline_read": settings.pipelines,
+                "pipeline_write": settings.pipelines,
+            }
+        return {
+            **_common(training),
+            "steps_per_print": 10**9,
+            "optimizer": {"type": "AdamW", "params": _ADAM},
+            "zero_optimization": zero,
+            # Those our engine has by default.
+            "aio": {"block_size": 2**20, "queue_depth": 32, "overlap_events": True},
+        }
+
+
+def _part(numel: int, shape: Shape) -> int:
+    """At most a part of a small model: buffers for a large one would be most of its memory."""
+    return max(min(numel, shape.parameter_numel // _PARTS), shape.largest_numel)
+
+
+Contestant = Ours | PlainTorch | DeepSpeed
+
+
+def _common(training: Training) -> Json:
+    return {
+        "train_micro_batch_size_per_gpu": training.batch,
+        "gradient_clipping": _CLIPPING,
+        "bf16": {"enabled": True},
+    }
+
+
+def run_child(
+    contestant: Contestant, training: Training, *, root: Path | None, limit_s: float
+) -> Outcome:
+    """Train in a process of its own.
+
+    Args:
+        contestant: who.
+        training: what.
+        root: a folder on the drive; None for those that need none.
+        limit_s: a child that takes longer is killed.
+
+    Raises:
+        ConfigError: there is no such interpreter, or a drive is needed and no folder was named.
+        ContestantError: the child failed; has the last that it said.
+    """
+    if contestant.uses_drive and root is None:
+        raise ConfigError(f"{contestant.name} works on a drive; name a folder by --nvme-path")
+    with tempfile.TemporaryDirectory(prefix="step-bench-") as private:
+        place = Path(private)
+        with tempfile.TemporaryDirectory(prefix="step-bench-", dir=root) as folder:
+            config = contestant.config(training, Path(folder).resolve())
+            run = Run(training, config)
+            _train(contestant, run, place, limit_s)
+        return _outcome(contestant, place / "outcome.json")
+
+
+def _train(contestant: Contestant, run: Run, place: Path, limit_s: float) -> None:
+    python = contestant.python or Path(sys.executable)
+    environment = dict(os.environ)
+    if contestant.python is None:
+        seen = [str(_PACKAGE.parent), environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, seen))
+    else:
+        (place / "bench").symlink_to(_PACKAGE)
+        environment["PYTHONPATH"] = str(place)
+        # Extensions are built by tools that stand beside the interpreter.
+        beside = str(python.absolute().parent)
+        environment["PATH"] = os.pathsep.join([beside, environment.get("PATH", "")])
+    try:
+        child = subprocess.run(  # noqa: S603 - the user's own interpreter
+            [str(python.absolute()), "-m", contestant.module, str(place / "outcome.json")],
+            input=json.dumps(dataclasses.asdict(run)),
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            check=False,
+            timeout=limit_s,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ContestantError(
+            f"{contestant.name} did not end within {limit_s:g} s and was killed; give it more by "
+            "--run-limit, or train a smaller model"
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"{python} cannot be run: {error.strerror}") from error
+    if child.returncode:
+        said = "\n  ".join(child.stdout.splitlines()[-_SAID_LINES:])
+        raise ContestantError(
+            f"{contestant.name} ended with code {child.returncode}; the last that it said:"
+            f"\n  {said}"
+        )
+
+
+def _outcome(contestant: Contestant, file: Path) -> Outcome:
+    try:
+        return Outcome.of(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ContestantError(f"{contestant.name} left no outcome: {error}") from error

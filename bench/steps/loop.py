@@ -1,0 +1,196 @@
+"""The measured steps: the same loop for every engine, in a process of its own.
+
+Needs torch and Linux, nothing else: see the head of the package.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from bench.steps.model import SIZES, batches, build
+from bench.steps.wire import Outcome, Paging, Run, Step
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Moved(NamedTuple):
+    """Bytes so far."""
+
+    read_bytes: int
+    written_bytes: int
+
+
+class Trainer(abc.ABC):
+    """An engine with its model."""
+
+    device: torch.device = torch.device("cpu")
+    compute_dtype: str
+    version: str = torch.__version__
+
+    @abc.abstractmethod
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the loss of a batch, int64 of shape (batch, context + 1)."""
+
+    @abc.abstractmethod
+    def backward(self, loss: torch.Tensor) -> None:
+        """Make the gradients."""
+
+    @abc.abstractmethod
+    def update(self) -> None:
+        """Clip the gradients, update the weights, forget the gradients."""
+
+    def moved(self) -> Moved | None:
+        """By the engine's own counters; None when it has none."""
+        return None
+
+    def begin_measuring(self) -> None:  # noqa: B027 - most have nothing to do
+        """The warm-up is over."""
+
+    def paging(self) -> Paging | None:
+        """Of the measured steps; ours alone has it."""
+        return None
+
+    def close(self) -> None:  # noqa: B027 - likewise
+        """Let go of everything."""
+
+
+class PeakMemory:
+    """The resident memory of this process, and the most of it since a moment."""
+
+    def __init__(self) -> None:
+        self.start_bytes = 0
+        self.restart()
+        self.start_bytes = _status_bytes("VmRSS")
+
+    def restart(self) -> None:
+        """Forget the peak so far. Where the kernel does not allow that, the old one stays."""
+        # 5 sets the high-water mark back to what is resident now: man 5 proc_pid_clear_refs.
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+    def peak_bytes(self) -> int:
+        """The most since the last restart, over the start."""
+        return max(0, _status_bytes("VmHWM") - self.start_bytes)
+
+
+def _status_bytes(name: str) -> int:
+    for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").split("\n"):
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {name}")
+
+
+def kernel_moved() -> Moved:
+    """What the kernel counts for this process: transfers of drives, not of the page cache.
+
+    Bytes are counted when a transfer starts; those of a container without the file are 0.
+    """
+    try:
+        text = Path("/proc/self/io").read_text(encoding="ascii")
+    except OSError:
+        return Moved(0, 0)
+    counts = dict(line.split(": ") for line in text.splitlines())
+    return Moved(int(counts["read_bytes"]), int(counts["write_bytes"]))
+
+
+def serve(make: Callable[[Run], Trainer]) -> None:
+    """Do the run that stands in the standard input; write its outcome to the first argument.
+
+    Args:
+        make: makes the engine.
+    """
+    run = Run.of(json.load(sys.stdin))
+    if run.training.threads:
+        torch.set_num_threads(run.training.threads)
+    _awaken_torch()
+    memory = PeakMemory()
+    outcome = measure(run, make, memory)
+    Path(sys.argv[1]).write_text(json.dumps(dataclasses.asdict(outcome)), encoding="utf-8")
+
+
+def _awaken_torch() -> None:
+    """Let torch's libraries and threads take the memory they take once, whatever is trained."""
+    shape = SIZES["tiny"]
+    for dtype in DTYPES.values():
+        model = build(shape, seed=0, compute_dtype=dtype)
+        model(next(batches(shape, batch=1, seed=0))).backward()
+
+
+def measure(run: Run, make: Callable[[Run], Trainer], memory: PeakMemory) -> Outcome:
+    """Build the engine, train, and tell.
+
+    Args:
+        run: the work.
+        make: makes the engine.
+        memory: started before anything was built.
+    """
+    training = run.training
+    torch.manual_seed(training.seed)
+    with contextlib.closing(make(run)) as trainer:
+        steps = _steps(trainer, run)
+        first = list(itertools.islice(steps, training.warmup))
+        peak_bytes = memory.peak_bytes()
+        memory.restart()
+        trainer.begin_measuring()
+        measured = list(steps)
+        training_peak_bytes = memory.peak_bytes()
+        return Outcome(
+            parameter_numel=training.shape.parameter_numel,
+            compute_dtype=trainer.compute_dtype,
+            threads=torch.get_num_threads(),
+            version=trainer.version,
+            warmup=training.warmup,
+            steps=(*first, *measured),
+            start_bytes=memory.start_bytes,
+            peak_bytes=max(peak_bytes, training_peak_bytes),
+            training_peak_bytes=training_peak_bytes,
+            paging=trainer.paging(),
+        )
+
+
+def _steps(trainer: Trainer, run: Run) -> Iterator[Step]:
+    training = run.training
+    drawn = batches(training.shape, batch=training.batch, seed=training.seed)
+    for ids in itertools.islice(drawn, training.warmup + training.steps):
+        yield _step(trainer, ids.to(trainer.device))
+
+
+def _step(trainer: Trainer, ids: torch.Tensor) -> Step:
+    own, kernel = trainer.moved(), kernel_moved()
+    times = [_now(trainer)]
+    loss = trainer.forward(ids)
+    times.append(_now(trainer))
+    trainer.backward(loss)
+    times.append(_now(trainer))
+    trainer.update()
+    times.append(_now(trainer))
+    after, kernel_after = trainer.moved(), kernel_moved()
+    forward_s, backward_s, update_s = (b - a for a, b in itertools.pairwise(times))
+    return Step(
+        loss=loss.item(),
+        forward_s=forward_s,
+        backward_s=backward_s,
+        update_s=update_s,
+        kernel_read_bytes=kernel_after.read_bytes - kernel.read_bytes,
+        kernel_written_bytes=kernel_after.written_bytes - kernel.written_bytes,
+        engine_read_bytes=after.read_bytes - own.read_bytes if own and after else None,
+        engine_written_bytes=after.written_bytes - own.written_bytes if own and after else None,
+    )
+
+
+def _now(trainer: Trainer) -> float:
+    """The clock, when all that was asked of the device is done."""
+    if trainer.device.type == "cuda":
+        torch.cuda.synchronize(trainer.device)
+    return time.perf_counter()

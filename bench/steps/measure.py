@@ -1,0 +1,278 @@
+"""Who runs when, and what the runs say beside each other.
+
+In each round everybody trains once, our engine with everything in memory among them; the next round
+goes the other way round. Right before a run that pages to the drive, the drive is probed. Figures
+are compared only within a round, since machines and drives change their speed from minute to
+minute; of these ratios the median, the least and the greatest are told.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bench.contest import Ratio, ratio
+from bench.steps.contestants import Contestant, Ours, run_child
+from bench.steps.drive import Drive, Probe
+from bench.steps.ideal import Ideal, Speeds, Traffic, ideal
+from bench.steps.wire import Outcome, Step, Training
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who takes part, and how often.
+
+    Args:
+        ours: our engine, with one budget or several.
+        others: to compare with.
+        rounds: each trains so often.
+        root: a folder on the drive; None where nothing pages to one.
+        probe_s: seconds of each of the probe's windows.
+        probe_bytes: of the probe's file.
+        limit_s: a run that takes longer is killed.
+    """
+
+    ours: tuple[Ours, ...]
+    others: tuple[Contestant, ...]
+    rounds: int
+    root: Path | None
+    probe_s: float
+    probe_bytes: int
+    limit_s: float
+
+    @property
+    def contestants(self) -> tuple[Contestant, ...]:
+        """All, the one in memory first: it says which type the others have to compute in."""
+        in_memory = Ours()
+        return (in_memory, *(one for one in self.ours if one != in_memory), *self.others)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run.
+
+    Args:
+        outcome: of the child.
+        drive: as the probe before it found it; None for runs without one.
+    """
+
+    outcome: Outcome
+    drive: Drive | None
+
+    @property
+    def step_s(self) -> float:
+        """Median of the steps that count."""
+        return statistics.median(step.seconds for step in self.outcome.measured)
+
+    @property
+    def kernel_traffic(self) -> Traffic:
+        """Bytes a step, the mean, as the kernel counts them."""
+        steps = self.outcome.measured
+        return Traffic(
+            statistics.fmean(step.kernel_read_bytes for step in steps),
+            statistics.fmean(step.kernel_written_bytes for step in steps),
+        )
+
+    @property
+    def engine_traffic(self) -> Traffic | None:
+        """Bytes a step, the mean, by the engine's own counters; None when it has none."""
+        steps = self.outcome.measured
+        read = [s.engine_read_bytes for s in steps if s.engine_read_bytes is not None]
+        written = [s.engine_written_bytes for s in steps if s.engine_written_bytes is not None]
+        if not read or not written:
+            return None
+        return Traffic(statistics.fmean(read), statistics.fmean(written))
+
+
+@dataclass(frozen=True)
+class Series:
+    """All runs of one contestant.
+
+    Args:
+        contestant: who.
+        runs: one a round.
+    """
+
+    contestant: Contestant
+    runs: tuple[Measured, ...]
+
+    @property
+    def name(self) -> str:
+        """In tables."""
+        return self.contestant.name
+
+    @property
+    def last(self) -> Outcome:
+        """Of the last run."""
+        return self.runs[-1].outcome
+
+    @property
+    def steps(self) -> list[Step]:
+        """Those that count, of all runs."""
+        return [step for run in self.runs for step in run.outcome.measured]
+
+    def seconds(self, part: Callable[[Step], float] = lambda step: step.seconds) -> Ratio:
+        """Median, least and greatest of the steps' times.
+
+        Args:
+            part: of a step; all of it by default.
+        """
+        return ratio([part(step) for step in self.steps])
+
+    def bytes_per_parameter(self, traffic: Callable[[Measured], Traffic | None]) -> Traffic | None:
+        """Median of the runs, a parameter a step; None when the engine does not count."""
+        found = [one for one in map(traffic, self.runs) if one is not None]
+        if not found:
+            return None
+        numel = self.last.parameter_numel
+        return Traffic(
+            statistics.median(one.read for one in found) / numel,
+            statistics.median(one.written for one in found) / numel,
+        )
+
+    @property
+    def peak_bytes(self) -> float:
+        """Of process memory over the start; median of the runs."""
+        return statistics.median(run.outcome.peak_bytes for run in self.runs)
+
+    @property
+    def training_peak_bytes(self) -> float:
+        """Likewise, in the steps that count."""
+        return statistics.median(run.outcome.training_peak_bytes for run in self.runs)
+
+
+@dataclass(frozen=True)
+class Share:
+    """How near our engine came to what is possible.
+
+    Args:
+        ideal: of the round with the middle share.
+        of_measured: ideal by measured, over the rounds.
+    """
+
+    ideal: Ideal
+    of_measured: Ratio
+
+
+@dataclass(frozen=True)
+class Versus:
+    """One of ours beside another.
+
+    Args:
+        ours: name.
+        other: name.
+        time: ours by the other's time of a step; below 1, ours is faster.
+        memory: ours by the other's peak of memory; below 1, ours takes less.
+        training_memory: likewise, in the steps that count.
+    """
+
+    ours: str
+    other: str
+    time: Ratio
+    memory: Ratio
+    training_memory: Ratio
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the command found.
+
+    Args:
+        training: what was trained, with the type everybody computed in.
+        plan: who took part.
+        series: the one in memory first, then ours, then the others.
+    """
+
+    training: Training
+    plan: Plan
+    series: tuple[Series, ...]
+
+    @property
+    def in_memory(self) -> Series:
+        """Our engine with everything in memory."""
+        return self.series[0]
+
+    @property
+    def paged(self) -> tuple[Series, ...]:
+        """Our engine as the plan has it."""
+        names = {one.name for one in self.plan.ours}
+        return tuple(one for one in self.series if one.name in names)
+
+    @property
+    def versus(self) -> tuple[Versus, ...]:
+        """Each of ours beside each other."""
+        names = {one.name for one in self.plan.others}
+        others = [one for one in self.series if one.name in names]
+        return tuple(_versus(ours, other) for ours in self.paged for other in others)
+
+    def share(self, series: Series) -> Share:
+        """How near one of ours came to the ideal of the bytes it moved."""
+        ideals = list(self._ideals(series))
+        shares = [one.seconds / run.step_s for one, run in zip(ideals, series.runs, strict=True)]
+        middle = shares.index(statistics.median_low(shares))
+        return Share(ideals[middle], ratio(shares))
+
+    def _ideals(self, series: Series) -> Iterator[Ideal]:
+        for run, memory in zip(series.runs, self.in_memory.runs, strict=True):
+            speeds = run.drive.speeds if run.drive else None
+            yield ideal(memory.step_s, run.engine_traffic or Traffic(0, 0), speeds)
+
+    def speeds(self, series: Series) -> Speeds | None:
+        """Of the drive before these runs, each the median; None without one."""
+        found = [run.drive.speeds for run in series.runs if run.drive]
+        return Speeds(*map(statistics.median, zip(*found, strict=True))) if found else None
+
+
+def measure(training: Training, plan: Plan, *, advance: Callable[[str], None]) -> Result:
+    """Measure.
+
+    Args:
+        training: what everybody trains.
+        plan: who, and how often.
+        advance: told before each run who comes.
+
+    Raises:
+        ConfigError: it cannot be measured as asked.
+        ContestantError: an engine failed.
+        TransferError: the drive failed.
+    """
+    contestants = plan.contestants
+    runs: list[list[Measured]] = [[] for _ in contestants]
+    for number in range(plan.rounds):
+        for index in _order(len(contestants), number):
+            advance(f"round {number + 1}, {contestants[index].name}")
+            run = _run(contestants[index], training, plan)
+            runs[index].append(run)
+            training = replace(training, compute_dtype=run.outcome.compute_dtype)
+    pairs = zip(contestants, runs, strict=True)
+    return Result(training, plan, tuple(Series(one, tuple(found)) for one, found in pairs))
+
+
+def _order(count: int, number: int) -> Sequence[int]:
+    forth = range(count)
+    return forth if number % 2 == 0 else forth[::-1]
+
+
+def _run(contestant: Contestant, training: Training, plan: Plan) -> Measured:
+    drive = None
+    if contestant.uses_drive and isinstance(contestant, Ours) and plan.root is not None:
+        drive = Probe(plan.root, plan.probe_s, plan.probe_bytes).look()
+    outcome = run_child(contestant, training, root=plan.root, limit_s=plan.limit_s)
+    return Measured(outcome, drive)
+
+
+def _versus(ours: Series, other: Series) -> Versus:
+    pairs = list(zip(ours.runs, other.runs, strict=True))
+
+    def of(figure: Callable[[Measured], float]) -> Ratio:
+        return ratio([figure(one) / figure(two) if figure(two) else 0.0 for one, two in pairs])
+
+    return Versus(
+        ours=ours.name,
+        other=other.name,
+        time=of(lambda run: run.step_s),
+        memory=of(lambda run: run.outcome.peak_bytes),
+        training_memory=of(lambda run: run.outcome.training_peak_bytes),
+    )

@@ -1,0 +1,139 @@
+"""A child of `step_bench`: the model all engines share, and how a run of its own is started."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.steps.contestants import ContestantError, DeepSpeed, Ours, run_child
+from bench.steps.loop import PeakMemory, kernel_moved
+from bench.steps.model import SIZES, Shape, batches, build
+from bench.steps.wire import Training
+from tiering.errors import ConfigError
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def brief(**changes: Any) -> Training:
+    return Training(**{"shape": SIZES["tiny"], "warmup": 0, "steps": 1, **changes})
+
+
+def test_a_child_that_takes_too_long_is_ended_and_its_folder_removed(tmp_path: Path) -> None:
+    with pytest.raises(ContestantError, match="--run-limit"):
+        run_child(Ours(), brief(), root=tmp_path, limit_s=0.01)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_budget_that_cannot_work_is_told_in_the_engines_words(tmp_path: Path) -> None:
+    with pytest.raises(ContestantError, match=r"tiering\.host_memory is 10,240 bytes"):
+        run_child(Ours("small", "nvme", 10240), brief(), root=tmp_path, limit_s=60)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_interpreter_without_deepspeed_is_told_of(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho No module named deepspeed >&2\nexit 3\n")
+    python.chmod(0o755)
+    with pytest.raises(ContestantError, match=r"code 3(.|\n)*No module named deepspeed"):
+        run_child(DeepSpeed(python), brief(), root=tmp_path, limit_s=60)
+
+
+def test_an_interpreter_that_is_none_is_told_of(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be run"):
+        run_child(DeepSpeed(tmp_path / "none"), brief(), root=tmp_path, limit_s=60)
+
+
+def test_a_child_that_leaves_nothing_is_told_of(tmp_path: Path) -> None:
+    with pytest.raises(ContestantError, match="left no outcome"):
+        run_child(DeepSpeed(Path("/bin/true")), brief(), root=tmp_path, limit_s=60)
+
+
+def test_deepspeeds_child_needs_nothing_but_torch_deepspeed_and_the_standard_library() -> None:
+    assert set(roots("bench.steps.child_deepspeed")) == {"torch", "deepspeed"}
+    for package in ("bench", "bench.steps"):
+        assert not set(roots(f"{package}.__init__"))
+
+
+def roots(module: str) -> Iterator[str]:
+    """What a module of ours imports from others, directly or through modules of ours."""
+    standard = {
+        *("__future__", "abc", "collections", "contextlib", "dataclasses", "itertools", "json"),
+        *("os", "pathlib", "socket", "sys", "time", "typing"),
+    }
+    tree = ast.parse((ROOT / Path(*module.split("."))).with_suffix(".py").read_text())
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module]
+        for name in names:
+            if name.startswith("bench."):
+                yield from roots(name)
+            elif (root := name.split(".")[0]) not in standard:
+                yield root
+
+
+# The model
+
+
+@pytest.mark.parametrize("name", ["tiny", "30m"])
+def test_a_shape_knows_its_parameters(name: str) -> None:
+    model = build(SIZES[name], seed=0, compute_dtype=None)
+    sizes = [parameter.numel() for parameter in model.parameters()]
+    assert sum(sizes) == SIZES[name].parameter_numel
+    assert max(sizes) == SIZES[name].largest_numel
+
+
+@pytest.mark.parametrize(("name", "millions"), [("30m", 30), ("120m", 120), ("134m", 134)])
+def test_a_size_has_the_parameters_it_is_named_for(name: str, millions: int) -> None:
+    assert SIZES[name].parameter_numel / 1e6 == pytest.approx(millions, rel=0.01)
+
+
+def test_widening_in_the_layers_equals_widening_the_weights() -> None:
+    shape = Shape(layers=2, width=16, heads=2, vocabulary=11, context=5)
+    stored = build(shape, seed=0, compute_dtype=torch.float32)
+    wide = build(shape, seed=0, compute_dtype=None).float()
+    ids = next(batches(shape, batch=3, seed=0))
+    stored_loss, wide_loss = stored(ids), wide(ids)
+    assert torch.equal(stored_loss, wide_loss)
+    stored_loss.backward()
+    wide_loss.backward()
+    for one, two in zip(stored.parameters(), wide.parameters(), strict=True):
+        assert one.grad is not None
+        assert two.grad is not None
+        assert one.grad.dtype is torch.bfloat16
+        # An embedding adds up the gradients of a token's places in bf16.
+        torch.testing.assert_close(one.grad.float(), two.grad, rtol=2**-6, atol=5e-4)
+
+
+def test_weights_and_batches_repeat_with_their_seed() -> None:
+    shape = SIZES["tiny"]
+    one, two, other = (build(shape, seed=seed, compute_dtype=None) for seed in (1, 1, 2))
+    for a, b in zip(one.parameters(), two.parameters(), strict=True):
+        assert a.dtype is torch.bfloat16
+        assert torch.equal(a, b)
+    assert not torch.equal(one.head.weight, other.head.weight)
+    first = list(itertools.islice(batches(shape, batch=2, seed=3), 3))
+    again = list(itertools.islice(batches(shape, batch=2, seed=3), 3))
+    assert all(map(torch.equal, first, again))
+    assert first[0].shape == (2, shape.context + 1)
+
+
+def test_the_peak_of_memory_is_what_was_held_over_the_start() -> None:
+    memory = PeakMemory()
+    held = torch.ones(64 * 2**20, dtype=torch.uint8)
+    assert memory.peak_bytes() >= 60 * 2**20
+    assert held[0] == 1
+
+
+def test_the_kernel_counts_what_is_written_to_a_file(tmp_path: Path) -> None:
+    before = kernel_moved()
+    (tmp_path / "file").write_bytes(bytes(2**20))
+    after = kernel_moved()
+    assert after.written_bytes >= before.written_bytes
+    assert after.read_bytes >= before.read_bytes
