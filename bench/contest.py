@@ -1,13 +1,16 @@
 """Several ways to do the same work, measured in turn.
 
 So a drive that changes its speed changes it for everybody. Each does the work once in each round;
-the next round goes the other way round. Figures are compared only within a round; of these ratios
-the median, the least and the greatest are told.
+each round begins with the next one, and every other round goes the other way round. Before each the
+drive rests: a program that has to be started gives it a rest, and a drive that is throttled saves up
+meanwhile. Figures are compared only within a round; of these ratios the median, the least and the
+greatest are told.
 """
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -16,6 +19,7 @@ from bench.workload import Bandwidth
 from tiering.errors import TieringError
 
 OURS: Final = "ours"
+_REST_S: Final = 0.5
 
 
 class RivalError(TieringError):
@@ -149,8 +153,10 @@ def _failure(runner: Runner) -> str:
 def _alternate(runners: Mapping[str, Runner], rounds: int) -> dict[str, list[Outcome]]:
     outcomes: dict[str, list[Outcome]] = {name: [] for name in runners}
     for number in range(rounds):
-        names = list(runners)
+        first = number % len(runners)
+        names = [*runners][first:] + [*runners][:first]
         for name in names if number % 2 == 0 else reversed(names):
+            time.sleep(_REST_S)
             outcomes[name].append(runners[name]())
     return outcomes
 
