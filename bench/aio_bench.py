@@ -124,7 +124,9 @@ def _compare(options: argparse.Namespace) -> None:
 def _small(options: argparse.Namespace) -> None:
     options.size = options.count * max(*options.tensor_bytes, options.block_size)
     job = _job(options, op="write", block_bytes=options.block_size, depth=options.queue_depth)
-    plan = SmallPlan(options.tensor_bytes, options.count, options.passes, options.rounds)
+    plan = SmallPlan(
+        options.tensor_bytes, options.count, options.passes, options.rounds, options.through
+    )
     machine = machine_facts()
     with open_rivals(_against(options), deepspeed=_deepspeed(options), pages=job.pages) as rivals:
         result = small(job, options.path, rivals=rivals, plan=plan)
@@ -171,15 +173,25 @@ def _table(options: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _shown(steps: int, *, uncounted: int = 0) -> Iterator[Callable[[str], None]]:
-    """A bar; what it yields is called before each step, and before some that are not counted."""
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(
-        *columns, TextColumn("{task.description}"), console=Console(stderr=True)
-    ) as progress:
+    """A bar; what it yields is called before each step, and before some that are not counted.
+
+    It is drawn then, and not in between: drawing takes processor time, which is measured.
+    """
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
         task = progress.add_task("", total=steps)
         done = itertools.count(-uncounted)
-        yield lambda text: progress.update(task, completed=max(0, next(done)), description=text)
-        progress.update(task, completed=steps)
+
+        def advance(text: str) -> None:
+            progress.update(task, completed=max(0, next(done)), description=text, refresh=True)
+
+        yield advance
+        progress.update(task, completed=steps, refresh=True)
 
 
 def _job(options: argparse.Namespace, *, op: Op, block_bytes: int, depth: int) -> Job:
@@ -306,6 +318,13 @@ def _add_small(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--rounds", type=_count, default=5, help="of each size, each way (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--through",
+        choices=("swapper", "engine"),
+        default="swapper",
+        help="our entrance: TensorSwapper, which copies, or the engine alone, from memory of its "
+        "own (default: %(default)s)",
     )
     _add_blocks(parser)
     _add_rivals(parser)

@@ -2,7 +2,7 @@
 
 So a drive that changes its speed changes it for everybody. Each does the work once in each round;
 each round begins with the next one, and every other round goes the other way round. Before each the
-drive rests: a program that has to be started gives it a rest, and a drive that is throttled saves up
+drive rests: a program that has to be started gives it a rest, and a throttled drive saves up
 meanwhile. Figures are compared only within a round; of these ratios the median, the least and the
 greatest are told.
 """

@@ -20,7 +20,7 @@ from bench.contest import Contest, Contestant, Ratio, ratio
 from bench.facts import EngineFacts, MachineFacts, PathFacts
 from bench.job import Job
 from bench.run import PathResult, Row, RunResult
-from bench.small import SmallResult
+from bench.small import SmallResult, Through
 from bench.sweep import Setting, SweepResult, aio_block
 from bench.table import TableResult, best_fio
 from bench.workload import Bandwidth, Latency
@@ -144,7 +144,7 @@ def small_json(result: SmallResult, machine: MachineFacts) -> Json:
     value["seed"] = result.job.seed
     value["tensors"] = result.plan.tensors
     value["passes"] = result.plan.passes
-    value["torch_threads"] = result.torch_threads
+    value["through"] = result.plan.through
     value["versions"] = result.versions
     value["path"] = {**result.path._asdict(), "engine": dataclasses.asdict(result.engine)}
     value["rows"] = [
@@ -395,6 +395,12 @@ def _huge_pages_seen(result: TableResult) -> dict[str, dict[str, str]]:
     return seen
 
 
+_THROUGH: Final[dict[Through, str]] = {
+    "swapper": "through TensorSwapper, copies included",
+    "engine": "through the engine alone, straight from its own memory, a file a tensor",
+}
+
+
 def small_table(result: SmallResult, machine: MachineFacts) -> Group:
     """Small tensors."""
     job, plan = result.job, result.plan
@@ -414,7 +420,7 @@ def small_table(result: SmallResult, machine: MachineFacts) -> Group:
     stats = result.engine
     lines["backend"] = stats.backend + f": {stats.backend_reason}" * bool(stats.backend_reason)
     lines["fixed buffers"] = _fixed_buffers(stats.registered_bytes, stats.register_reason)
-    lines["copies"] = f"by torch, {result.torch_threads} threads"
+    lines["ours"] = _THROUGH[plan.through]
     return Group(table, _notes(lines), _machine_notes(machine, job))
 
 

@@ -1,8 +1,9 @@
 """The command ``small``: many small tensors go out to a drive together and come back.
 
 Each does it in its own way. We through `tiering.TensorSwapper`, as a user would: tensors in
-ordinary memory, copied through the swapper's arena. DeepNVMe from page-locked memory, each tensor
-in a file of its own. fio on one file, with a tensor as its block. In each run everything is started
+ordinary memory, copied through the swapper's arena; or through the engine alone, straight from its
+own memory, each tensor in a file of its own. The latter is how DeepNVMe does it, from page-locked
+memory. fio on one file, with a tensor as its block. In each run everything is started
 before anything is waited for. Nobody flushes, since swapped tensors need not outlive the process;
 nobody goes through the page cache.
 
@@ -19,8 +20,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
+import numpy as np
 import torch
 
 from bench.contest import OURS, Contest, Outcome, Runner, hold
@@ -32,9 +34,12 @@ from bench.rivals import Rival, Task
 from bench.verification import VerifyError
 from bench.workload import Bandwidth
 from tiering import TensorSwapper
-from tiering.aio import AioStats, open_engine
+from tiering.aio import AioStats, PinnedMemory, open_engine
+from tiering.aio.backend import Transfer
 from tiering.errors import ConfigError
 from tiering.sizes import format_bytes
+
+Through = Literal["swapper", "engine"]
 
 _OPS: Final[tuple[Op, ...]] = ("write", "read")  # in this order: what is read was written before
 _ALIGN_BYTES: Final = 4096
@@ -48,12 +53,14 @@ class SmallPlan(NamedTuple):
         tensors: so many at once.
         passes: so often in each run.
         rounds: of each.
+        through: which entrance of ours.
     """
 
     tensor_bytes: tuple[int, ...]
     tensors: int
     passes: int
     rounds: int
+    through: Through = "swapper"
 
 
 class SmallRow(NamedTuple):
@@ -80,7 +87,6 @@ class SmallResult:
         versions: of the programs compared with.
         path: where.
         engine: counters of our engine at the end, with what it was granted.
-        torch_threads: that share a copy of ours, between a tensor and the arena.
         rows: of each size, both ways.
     """
 
@@ -89,7 +95,6 @@ class SmallResult:
     versions: dict[str, str]
     path: PathFacts
     engine: AioStats
-    torch_threads: int
     rows: tuple[SmallRow, ...]
 
 
@@ -116,7 +121,14 @@ def small(job: Job, root: Path, *, rivals: Sequence[Rival], plan: SmallPlan) -> 
         (place,) = closing.enter_context(open_places([root], largest_bytes))
         facts = path_facts(place)
         for one, tensor_bytes in zip(jobs, plan.tensor_bytes, strict=True):
-            with _files(place, plan.tensors, tensor_bytes) as files, _Ours(root, one, plan) as ours:
+            with contextlib.ExitStack() as one_size:
+                files = one_size.enter_context(_files(place, "rival", plan.tensors, tensor_bytes))
+                own = one_size.enter_context(_files(place, "own", plan.tensors, tensor_bytes))
+                ours: _Swapper | _EngineAlone
+                if plan.through == "swapper":
+                    ours = one_size.enter_context(_Swapper(root, one, plan))
+                else:
+                    ours = one_size.enter_context(_EngineAlone(own, one, plan))
                 for op in _OPS:
                     task = Task(
                         job=dataclasses.replace(one, op=op),
@@ -130,8 +142,7 @@ def small(job: Job, root: Path, *, rivals: Sequence[Rival], plan: SmallPlan) -> 
                     rows.append(SmallRow(tensor_bytes, op, hold(runners, plan.rounds)))
                 engine = ours.stats()
         versions = dict(rival.version for rival in rivals)
-        threads = torch.get_num_threads()
-        return SmallResult(job, plan, versions, facts, engine, threads, tuple(rows))
+        return SmallResult(job, plan, versions, facts, engine, tuple(rows))
 
 
 def _job_of(job: Job, count: int, tensor_bytes: int) -> Job:
@@ -145,9 +156,9 @@ def _job_of(job: Job, count: int, tensor_bytes: int) -> Job:
 
 
 @contextlib.contextmanager
-def _files(place: Place, count: int, tensor_bytes: int) -> Iterator[tuple[Path, ...]]:
+def _files(place: Place, name: str, count: int, tensor_bytes: int) -> Iterator[tuple[Path, ...]]:
     """A file with its room taken for each tensor: not everybody notices a full drive."""
-    files = tuple(place.folder.path / f"tensor{number}" for number in range(count))
+    files = tuple(place.folder.path / f"{name}{number}" for number in range(count))
     try:
         for file in files:
             descriptor = os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
@@ -161,7 +172,7 @@ def _files(place: Place, count: int, tensor_bytes: int) -> Iterator[tuple[Path, 
             file.unlink(missing_ok=True)
 
 
-class _Ours:
+class _Swapper:
     """Tensors and a swapper for them; a context manager, which closes it."""
 
     def __init__(self, root: Path, job: Job, plan: SmallPlan) -> None:
@@ -183,7 +194,7 @@ class _Ours:
             else max(0, min(after_bytes - before_bytes, self._memory_bytes))
         )
 
-    def __enter__(self) -> _Ours:
+    def __enter__(self) -> _Swapper:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -200,22 +211,12 @@ class _Ours:
         def run() -> Outcome:
             for tensor in self._back.values():
                 tensor.zero_()
-            seconds, cpu_s = _timed(work, self._passes)
+            timed = _timed(work, self._passes)
             if op == "read":
                 self._compare()
             moved = len(self._tensors) * self._passes
-            moved_bytes = tensor_bytes * moved
-            return Outcome(
-                Bandwidth(
-                    seconds=seconds,
-                    read_bytes=moved_bytes if op == "read" else 0,
-                    written_bytes=0 if op == "read" else moved_bytes,
-                    blocks=moved,
-                    cpu_s=cpu_s,
-                ),
-                self._huge_bytes,
-                self._memory_bytes,
-            )
+            figures = _bandwidth(op, tensor_bytes, moved, timed)
+            return Outcome(figures, self._huge_bytes, self._memory_bytes)
 
         return run
 
@@ -238,12 +239,94 @@ class _Ours:
                 )
 
 
-def _timed(work: Callable[[], None], times: int) -> tuple[float, float]:
+class _EngineAlone:
+    """The engine, memory for all tensors in it, and a file for each; a context manager."""
+
+    def __init__(self, files: Sequence[Path], job: Job, plan: SmallPlan) -> None:
+        self._tensor_bytes = job.size_bytes // plan.tensors
+        self._passes = plan.passes
+        self._memory = PinnedMemory(2 * job.size_bytes)  # what goes out, and what comes back
+        self._array = np.frombuffer(memoryview(self._memory.buffer()), dtype=np.uint8)
+        self._data, self._back = np.split(self._array, 2)
+        self._data[:] = np.random.default_rng(job.seed).integers(
+            0, 256, job.size_bytes, dtype=np.uint8
+        )
+        self._engine = open_engine(dataclasses.replace(job.config(), max_files=len(files)))
+        self._engine.register(self._memory)
+        self._files = [self._engine.open(os.fspath(file)) for file in files]
+
+    def __enter__(self) -> _EngineAlone:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.close()
+
+    def stats(self) -> AioStats:
+        """The engine's counters."""
+        return self._engine.stats()
+
+    def runner(self, op: Op, tensor_bytes: int) -> Runner:
+        """All of them out, or in."""
+        work = self._in if op == "read" else self._out
+
+        def run() -> Outcome:
+            self._back[:] = 0
+            timed = _timed(work, self._passes)
+            if op == "read" and not np.array_equal(self._data, self._back):
+                raise VerifyError("the engine did not bring back what it was given")
+            moved = len(self._files) * self._passes
+            figures = _bandwidth(op, tensor_bytes, moved, timed)
+            return Outcome(figures, self._memory.page_report().huge_bytes, self._memory.nbytes)
+
+        return run
+
+    def _out(self) -> None:
+        self._finish(
+            [
+                self._engine.write(file, self._memory, at=at, nbytes=self._tensor_bytes, offset=0)
+                for file, at in zip(self._files, self._places(0), strict=True)
+            ]
+        )
+
+    def _in(self) -> None:
+        self._finish(
+            [
+                self._engine.read(file, self._memory, at=at, nbytes=self._tensor_bytes, offset=0)
+                for file, at in zip(self._files, self._places(len(self._data)), strict=True)
+            ]
+        )
+
+    def _places(self, start: int) -> range:
+        return range(start, start + len(self._data), self._tensor_bytes)
+
+    def _finish(self, transfers: Sequence[Transfer]) -> None:
+        for transfer in transfers:
+            transfer.wait()
+
+
+class _Timed(NamedTuple):
     """Seconds, and processor seconds of the process."""
+
+    seconds: float
+    cpu_s: float
+
+
+def _bandwidth(op: Op, tensor_bytes: int, moved: int, timed: _Timed) -> Bandwidth:
+    moved_bytes = tensor_bytes * moved
+    return Bandwidth(
+        seconds=timed.seconds,
+        read_bytes=moved_bytes if op == "read" else 0,
+        written_bytes=0 if op == "read" else moved_bytes,
+        blocks=moved,
+        cpu_s=timed.cpu_s,
+    )
+
+
+def _timed(work: Callable[[], None], times: int) -> _Timed:
     start_s, start_cpu_s = time.perf_counter(), _cpu_s()
     for _ in range(times):
         work()
-    return time.perf_counter() - start_s, _cpu_s() - start_cpu_s
+    return _Timed(time.perf_counter() - start_s, _cpu_s() - start_cpu_s)
 
 
 def _cpu_s() -> float:

@@ -168,8 +168,10 @@ def test_the_real_one_says_which_pages_it_got(bench: Command, deepspeed_python: 
     assert huge or "huge pages" in found.json["unusable"]["deepnvme-huge"]
 
 
-def test_small_tensors_go_out_and_come_back(run_small, library: None) -> None:
-    found = run_small(*AGAINST, "--tensor-bytes", "64KiB,128KiB", "--count", "8", "--passes", "2")
+@pytest.mark.parametrize("through", ["swapper", "engine"])
+def test_small_tensors_go_out_and_come_back(run_small, library: None, through: str) -> None:
+    sizes = ["--tensor-bytes", "64KiB,128KiB", "--count", "8", "--passes", "2"]
+    found = run_small(*AGAINST, *sizes, "--through", through)
     assert found.code == 0, found.err
     rows = found.json["rows"]
     assert [(row["tensor_bytes"], row["op"]) for row in rows] == [
@@ -188,6 +190,7 @@ def test_small_tensors_go_out_and_come_back(run_small, library: None) -> None:
             assert run["blocks"] == 16
     assert found.json["path"]["engine"]["backend"] in {"uring", "threads", "python"}
     assert all(word in found.out for word in ("overwrite", "64 KiB", "128 KiB", "deepnvme"))
+    assert found.json["through"] == through
 
 
 def test_small_tensors_of_uneven_size_are_refused(run_small, library: None) -> None:
