@@ -8,9 +8,10 @@ are in the records.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import starmap
+from itertools import compress, starmap
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -23,7 +24,7 @@ from infinity.hooks import Hooks, is_managed
 from infinity.optimizer import PagedAdam
 from infinity.parameters import Stubs
 from infinity.partition import FlatLayout
-from infinity.plan import ElementBytes, ModelSize, Plan, Tiers, UnitSize, make_plan
+from infinity.plan import ElementBytes, ModelSize, Plan, Tiers, UnitSize, make_plan, stays
 from infinity.schedule import Closed, Schedule
 from infinity.scopes import Group, Scope, find_scopes
 from infinity.unit import Unit
@@ -34,6 +35,7 @@ from tiering.arena import Arena
 from tiering.bandwidth import make_volumes
 from tiering.errors import ConfigError
 from tiering.prefetch import Prefetcher
+from tiering.records import aligned_bytes
 from tiering.spec import RecordSpec, Tier
 from tiering.store import TieredStore
 from tiering.tiers.device import DeviceTier
@@ -154,6 +156,7 @@ def assemble(
     )
     homes = _homes(config, plan, drives)
     records = [record for unit in units for record in unit.records.homes(homes)]
+    records = _keep_in_host(records, {unit.records.shard.key for unit in units}, plan.spare_bytes)
     _require_space(records)
     for spec, home in records:
         store.create(spec, home.tier, drive=home.drive)
@@ -339,6 +342,24 @@ def _homes(config: Config, plan: Plan, drives: dict[_DriveKey, Drive]) -> Homes:
         tiles=home(zero.offload_optimizer.device, zero.offload_optimizer),
         gradients=home(plan.gradient_home.value, zero.offload_optimizer),
     )
+
+
+def _keep_in_host(
+    records: Sequence[tuple[RecordSpec, Home]], shards: AbstractSet[str], room_bytes: int
+) -> list[tuple[RecordSpec, Home]]:
+    """Let records of the drive live in the arena, as far as there is room: shards, then the rest.
+
+    A byte of either saves two bytes a step that would be read or written. But a shard that is not
+    there is waited for in the middle of the model.
+    """
+    kept: set[str] = set()
+    for are_shards in (True, False):
+        specs = [s for s, home in records if home.drive and (s.key in shards) is are_shards]
+        sizes_bytes = [aligned_bytes(spec.nbytes) for spec in specs]
+        stay = stays(sizes_bytes, room_bytes=room_bytes)
+        kept |= {spec.key for spec in compress(specs, stay)}
+        room_bytes -= sum(compress(sizes_bytes, stay))
+    return [(spec, Home(Tier.HOST) if spec.key in kept else home) for spec, home in records]
 
 
 def _require_space(records: Sequence[tuple[RecordSpec, Home]]) -> None:

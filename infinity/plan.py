@@ -56,6 +56,8 @@ class Plan(NamedTuple):
     arena_bytes: int
     tile_numel: int
     gradient_home: Tier
+    spare_bytes: int
+    """Of the arena, beyond what must be there: room for records that need not move; see `stays`."""
     terms: tuple[tuple[str, int], ...]
     """What the arena is for, and bytes, in the order of the sum."""
 
@@ -86,19 +88,43 @@ def make_plan(
     held = sizes.terms(most)
     if budget_bytes is None or budget_bytes >= _total(held):
         needed = max(_total(held), ALIGNMENT_BYTES)
-        useful = max(needed, sizes.everything(most))
-        return Plan(min(budget_bytes or needed, useful), most, gradient_home, tuple(held))
+        arena_bytes = min(budget_bytes or needed, max(needed, sizes.everything(most)))
+        return Plan(arena_bytes, most, gradient_home, arena_bytes - needed, tuple(held))
     if tiers.tiles is not Tier.NVME:
         raise ConfigError(_too_small(held, budget_bytes))
     fitting = _fitting_tile(budget_bytes - _total(sizes.terms(0)))
     if fitting >= least:
-        return Plan(budget_bytes, fitting, gradient_home, tuple(sizes.terms(fitting)))
+        return Plan(budget_bytes, fitting, gradient_home, 0, tuple(sizes.terms(fitting)))
     fitting = _fitting_tile(budget_bytes - _total(sizes.terms(0, spilling=True)))
     if fitting < least:
         raise ConfigError(_too_small(sizes.terms(least, spilling=True), budget_bytes))
     tile_numel = min(most, fitting)
     held = sizes.terms(tile_numel, spilling=True)
-    return Plan(budget_bytes, tile_numel, Tier.NVME, tuple(held))
+    return Plan(budget_bytes, tile_numel, Tier.NVME, 0, tuple(held))
+
+
+def stays(sizes_bytes: Sequence[int], *, room_bytes: int) -> list[bool]:
+    """Choose which records of one kind stay in the arena for good.
+
+    A pass uses records in order, over and over; whichever stay, the same bytes are saved. They are
+    spread evenly, so that the drive's work is spread evenly too.
+
+    Args:
+        sizes_bytes: of the records, in the order of their use.
+        room_bytes: for all that stay together.
+
+    Returns:
+        For each record whether it stays.
+    """
+    total_bytes = sum(sizes_bytes)
+    chosen: list[bool] = []
+    met_bytes = kept_bytes = 0
+    for nbytes in sizes_bytes:
+        met_bytes += nbytes
+        due_bytes = room_bytes * met_bytes // total_bytes if total_bytes > room_bytes else met_bytes
+        chosen.append(kept_bytes + nbytes <= due_bytes)
+        kept_bytes += nbytes * chosen[-1]
+    return chosen
 
 
 def _tile_bounds(units: Sequence[UnitSize], sub_group_numel: int | None) -> tuple[int, int]:

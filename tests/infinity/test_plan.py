@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.partition import ALIGN_NUMEL
-from infinity.plan import ElementBytes, ModelSize, Tiers, UnitSize, make_plan
+from infinity.plan import ElementBytes, ModelSize, Tiers, UnitSize, make_plan, stays
 from tiering.errors import ConfigError
 from tiering.spec import Tier
 
@@ -77,3 +77,35 @@ def test_everything_at_home_in_the_host_needs_room_for_everything() -> None:
         make_plan(
             MODEL, Tiers(Tier.HOST, Tier.HOST), BF16, budget_bytes=2**24, sub_group_numel=None
         )
+
+
+@given(
+    st.lists(st.integers(1, 100), min_size=1, max_size=60),
+    st.integers(0, 4000),
+)
+def test_records_that_stay_fit_their_room_and_are_spread_evenly(
+    sizes_bytes: list[int], room_bytes: int
+) -> None:
+    """In every stretch from the start there is their share, less than two records short of it."""
+    chosen = stays(sizes_bytes, room_bytes=room_bytes)
+    kept_bytes = met_bytes = 0
+    for nbytes, stayed in zip(sizes_bytes, chosen, strict=True):
+        met_bytes += nbytes
+        kept_bytes += nbytes * stayed
+        share = min(1.0, room_bytes / sum(sizes_bytes))
+        assert kept_bytes <= share * met_bytes
+        assert kept_bytes > share * met_bytes - 2 * max(sizes_bytes)
+    if room_bytes >= sum(sizes_bytes):
+        assert all(chosen)
+
+
+def test_what_a_budget_leaves_over_is_room_for_records_that_stay() -> None:
+    """All of it, and never more than the records that there are."""
+    needed = make_plan(MODEL, ALL_NVME, BF16, budget_bytes=None, sub_group_numel=None)
+    more = make_plan(
+        MODEL, ALL_NVME, BF16, budget_bytes=needed.arena_bytes + 10**7, sub_group_numel=None
+    )
+    assert (needed.spare_bytes, more.spare_bytes) == (0, 10**7)
+    most = make_plan(MODEL, ALL_NVME, BF16, budget_bytes=10**12, sub_group_numel=None)
+    states = sum((14 if u.trained else 2) * u.shard_numel for u in UNITS)
+    assert states <= most.spare_bytes < 1.2 * states
