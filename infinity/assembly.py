@@ -156,12 +156,15 @@ def assemble(
     )
     homes = _homes(config, plan, drives)
     records = [record for unit in units for record in unit.records.homes(homes)]
-    records = _keep_in_host(records, {unit.records.shard.key for unit in units}, plan.spare_bytes)
     _require_space(records)
     for spec, home in records:
         store.create(spec, home.tier, drive=home.drive)
-    for unit in units:
-        unit.store_initial()
+    kept = _kept(records, {unit.records.shard.key for unit in units}, plan.spare_bytes)
+    for key in kept:
+        store.keep(key)
+    for keys in (set(kept), {spec.key for spec, _ in records}.difference(kept)):
+        for unit in units:  # those that stay first, so that they lie together
+            unit.store_initial(keys)
     store.flush()
 
     hooks = Hooks(schedule)
@@ -344,22 +347,22 @@ def _homes(config: Config, plan: Plan, drives: dict[_DriveKey, Drive]) -> Homes:
     )
 
 
-def _keep_in_host(
+def _kept(
     records: Sequence[tuple[RecordSpec, Home]], shards: AbstractSet[str], room_bytes: int
-) -> list[tuple[RecordSpec, Home]]:
-    """Let records of the drive live in the arena, as far as there is room: shards, then the rest.
+) -> list[str]:
+    """The records of the drive that stay in the arena, as far as there is room: shards first.
 
-    A byte of either saves two bytes a step that would be read or written. But a shard that is not
-    there is waited for in the middle of the model.
+    A byte of either kind saves two bytes a step that would be read or written. But a shard that is
+    not there is waited for in the middle of the model.
     """
-    kept: set[str] = set()
+    kept: list[str] = []
     for are_shards in (True, False):
         specs = [s for s, home in records if home.drive and (s.key in shards) is are_shards]
         sizes_bytes = [aligned_bytes(spec.nbytes) for spec in specs]
         stay = stays(sizes_bytes, room_bytes=room_bytes)
-        kept |= {spec.key for spec in compress(specs, stay)}
+        kept += [spec.key for spec in compress(specs, stay)]
         room_bytes -= sum(compress(sizes_bytes, stay))
-    return [(spec, Home(Tier.HOST) if spec.key in kept else home) for spec, home in records]
+    return kept
 
 
 def _require_space(records: Sequence[tuple[RecordSpec, Home]]) -> None:

@@ -26,6 +26,7 @@ import bisect
 import enum
 import hashlib
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 
 import torch
 from torch import nn
@@ -98,16 +99,22 @@ class Unit:
 
     # -- into the store
 
-    def store_initial(self) -> None:
-        """Copy the parameters' values into the records, which exist; `forsake` comes after that.
+    def store_initial(self, keys: AbstractSet[str]) -> None:
+        """Copy the parameters' values into those of the records; `forsake` comes after all of them.
 
         Master weights start from the values as given, before rounding to the storage type; moments
         start at zero.
+
+        Args:
+            keys: of records that exist.
         """
-        with self._pager.lease(self.records.shard.key, Access.OVERWRITE) as lease:
-            self._collect(self.records.own, lease["shard"])
-        self._pager.write_back(self.records.shard.key)
+        if self.records.shard.key in keys:
+            with self._pager.lease(self.records.shard.key, Access.OVERWRITE) as lease:
+                self._collect(self.records.own, lease["shard"])
+            self._pager.write_back(self.records.shard.key)
         for spec, extent in zip(self.records.tiles, self.records.extents, strict=True):
+            if spec.key not in keys:
+                continue
             with self._pager.lease(spec.key, Access.OVERWRITE) as lease:
                 self._collect(extent, lease["master"])
                 lease["exp_avg"].zero_()

@@ -16,8 +16,8 @@ earlier and never waiting. Hops that have ended are taken in by `poll` and by wh
 them, nobody else, so the order of events is the caller's.
 
 New contents are written beside the old ones and take their place when the lease ends well; if it
-ends with an exception, the record is as it was. (One at home in memory is overwritten where it is,
-since there is no room for it twice.) A record is changed in place only while no other tensor looks
+ends with an exception, the record is as it was. (One at home in memory, or kept there, is
+overwritten where it is, since there is no room for it twice.) A record is changed in place only while no other tensor looks
 at its memory; otherwise it moves to a slot of its own first.
 
 What would break it: giving a slot back, or changing what is in it, while a transfer uses it. Only
@@ -93,6 +93,8 @@ class Entry:
     """Only while READING or WRITING."""
     fetched_ahead: bool = False
     """Prefetched and not used since."""
+    is_kept: bool = False
+    """Stays in the arena unless there is no other way; see `TieredStore.keep`."""
 
     @property
     def slot_bytes(self) -> int:
@@ -184,6 +186,7 @@ class TieredStore:
         # Those below are of records at home on NVMe, by key; the longest unused come first.
         self._moving: dict[str, Entry] = {}  # READING and WRITING
         self._idle: dict[State, dict[str, Entry]] = {State.CLEAN: {}, State.DIRTY: {}}
+        self._kept: dict[str, Entry] = {}  # CLEAN or DIRTY without leases, like those in _idle
         self._failed_writes: dict[str, TransferError] = {}
         self._clean_bytes = 0
         self._beside: weakref.WeakSet[Arena] = weakref.WeakSet()
@@ -213,6 +216,13 @@ class TieredStore:
         if drive is not None:
             drive.create(spec)
         self._entries[spec.key] = Entry(spec, home, drive)
+
+    def keep(self, key: str) -> None:
+        """Have a record of the drive stay in the arena once it is there, and not be written.
+
+        Where no room is left at all it goes like any other: it costs time, never an error.
+        """
+        self._entry(key).is_kept = True
 
     def order_by(self, distance: EvictionOrder) -> None:
         """Evict by this order from now on."""
@@ -248,7 +258,8 @@ class TieredStore:
             TransferTimeoutError: a transfer did not end in time; names it.
         """
         entry = self._entry(key)
-        if access is Access.OVERWRITE and entry.leases == 0 and entry.state is State.CLEAN:
+        is_idle = entry.leases == 0 and entry.state is State.CLEAN
+        if access is Access.OVERWRITE and is_idle and not entry.is_kept:
             self._evict(entry)
         entry.leases += 1  # before anything waits, so that making room never takes its own slot
         self._list(entry)
@@ -281,6 +292,8 @@ class TieredStore:
             filled, entry.filling = entry.filling, None
             if filled is not entry.slot:
                 filled.free()
+            elif entry.state is State.CLEAN:
+                entry.state = State.DIRTY
         elif access is Access.UPDATE and entry.state is State.CLEAN:
             entry.state = State.DIRTY  # some of it may be changed
         entry.leases -= 1
@@ -310,9 +323,12 @@ class TieredStore:
         return True
 
     def write_back(self, key: str) -> None:
-        """Start writing the record to the drive if it is newer in memory. Never waits."""
+        """Start writing the record to the drive if it is newer in memory. Never waits.
+
+        A record that is kept is not written before it has to go.
+        """
         entry = self._entry(key)
-        if entry.state is State.DIRTY and entry.leases == 0:
+        if entry.state is State.DIRTY and entry.leases == 0 and not entry.is_kept:
             self._start_write(entry)
 
     def discard(self, key: str) -> None:
@@ -343,8 +359,9 @@ class TieredStore:
         Raises:
             TransferError: as `raise_failed_writes`.
         """
-        for entry in list(self._idle[State.DIRTY].values()):
-            self._start_write(entry)
+        for entry in (*self._idle[State.DIRTY].values(), *self._kept.values()):
+            if entry.state is State.DIRTY:
+                self._start_write(entry)
         for entry in list(self._moving.values()):
             self._settle_quietly(entry)
         self.raise_failed_writes()
@@ -398,11 +415,10 @@ class TieredStore:
             self._own(entry)
 
     def _slot_to_fill(self, entry: Entry) -> Slot | DeviceSlot:
-        """A fresh one, beside what is there; at home in memory, its own if nobody looks at it."""
-        if entry.state is State.RESIDENT and entry.leases == 1:
-            assert entry.slot is not None
-            if not entry.slot.is_aliased:
-                return entry.slot
+        """A fresh one, beside what is there; of what stays, its own if nobody looks at it."""
+        stays = entry.state is State.RESIDENT or (entry.is_kept and entry.transfer is None)
+        if stays and entry.slot is not None and entry.leases == 1 and not entry.slot.is_aliased:
+            return entry.slot
         return self._make_slot(entry)
 
     def _bring(self, entry: Entry) -> None:
@@ -577,7 +593,22 @@ class TieredStore:
         elif moving:
             self._settle_quietly(moving[0])
         else:
-            return self._relieve()
+            return self._relieve() or self._give_up_kept()
+        return True
+
+    def _give_up_kept(self) -> bool:
+        """Take a step towards the room of a record that is kept. False when there is none."""
+        entry = max(
+            self._kept.values(),
+            key=lambda e: (e.state is State.CLEAN, self._distance(e.spec.key)),
+            default=None,
+        )
+        if entry is None:
+            return False
+        if entry.state is State.CLEAN:
+            self._evict(entry)
+        else:
+            self._start_write(entry)
         return True
 
     def _farthest(self, state: State) -> Entry | None:
@@ -604,7 +635,11 @@ class TieredStore:
         for entries in self._idle.values():
             if entries.pop(key, None) is not None and entries is self._idle[State.CLEAN]:
                 self._clean_bytes -= entry.slot_bytes
+        self._kept.pop(key, None)
         if entry.leases == 0 and entry.state in self._idle:
+            if entry.is_kept:
+                self._kept[key] = entry
+                return
             self._idle[entry.state][key] = entry
             if entry.state is State.CLEAN:
                 self._clean_bytes += entry.slot_bytes
@@ -622,4 +657,5 @@ def _transfer(entry: Entry) -> Transfer:
 
 
 def _placement(entry: Entry) -> Placement:
-    return Placement.LASTING if entry.home is Tier.HOST else Placement.PASSING
+    stays = entry.home is Tier.HOST or entry.is_kept
+    return Placement.LASTING if stays else Placement.PASSING
