@@ -73,11 +73,13 @@ class Prefetcher:
         self._store.discard(key)
 
     def distance(self, key: str) -> float:
-        """Uses until the next of ``key``, in the innermost pass that knows it; inf if none does."""
+        """Uses until ``key`` is needed, in the innermost pass that knows it.
+
+        inf if none knows it, and if it is overwritten first: to keep the contents saves nothing.
+        """
         for _, cursor in reversed(self._passes):
-            away = cursor.expected.distance(key, cursor.position)
-            if away < math.inf:
-                return away
+            if cursor.expected.distance(key, cursor.position) < math.inf:
+                return cursor.expected.needed(key, cursor.position)
         return math.inf
 
     def advance(self) -> None:

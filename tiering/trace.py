@@ -70,6 +70,19 @@ class Trace:
             return positions[index] - position
         return positions[0] + len(self.uses) - position
 
+    def needed(self, key: str, position: int) -> float:
+        """Uses from ``position`` to the next that needs the contents; inf if they go before.
+
+        Args:
+            key: of a record that has contents now.
+            position: as for `distance`.
+        """
+        away = self.distance(key, position)
+        if away == math.inf:
+            return away
+        use = self.uses[(position + int(away)) % len(self.uses)]
+        return math.inf if use.access is Access.OVERWRITE else away
+
     def upcoming(self, position: int) -> Iterator[Use]:
         """The uses from ``position`` on, once round."""
         for at in range(position, position + len(self.uses)):

@@ -254,6 +254,32 @@ def test_a_prefetcher_learns_a_pass_and_has_no_misses_in_the_next(setup: Setup) 
     assert setup.store.stats.misses - misses <= 1  # the first one may have been evicted last
 
 
+def test_what_is_overwritten_next_gives_way_to_what_is_read_later(setup: Setup) -> None:
+    """Room for three of a, b, c, d: a is overwritten soon, so it goes and the others stay."""
+    pager = Prefetcher(setup.store)
+    uses = [Use("a", Access.READ), Use("d", Access.READ), Use("a", Access.OVERWRITE)]
+    uses += [Use("b", Access.READ), Use("c", Access.READ)]
+    for key in "abcdef":
+        put(setup.store, key, 1.0)
+    setup.store.flush()
+    pager.begin("train")
+    for key, access in uses:
+        pager.lease(key, access).release()
+    pager.end("train")
+    setup.store.flush()
+    for key in "abc":
+        value(setup.store, key)
+    pager.begin("train")
+    pager.lease("a", Access.READ).release()
+    pager.lease("d", Access.READ).release()
+    assert {key: setup.store.state(key) for key in "abc"} == {
+        "a": State.COLD,
+        "b": State.CLEAN,
+        "c": State.CLEAN,
+    }
+    pager.end("train")
+
+
 @pytest.mark.parametrize("before", ["cold", "clean", "dirty"])
 def test_an_overwrite_that_fails_leaves_the_old_contents(before: str, setup: Setup) -> None:
     """Whatever was in the slot, the record is as it was, on the drive or in memory."""

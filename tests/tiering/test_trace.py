@@ -24,6 +24,14 @@ def test_distance_counts_the_uses_until_the_next_one_cyclically(
     assert trace.distance(key, position) == expected
 
 
+def test_contents_are_not_needed_when_the_next_use_overwrites_them() -> None:
+    """Though the record is used, what it holds now is not; from behind the overwriting on it is."""
+    trace = Trace([Use("a", Access.READ), Use("a", Access.OVERWRITE), Use("b", Access.READ)])
+    assert [trace.needed("a", at) for at in range(4)] == [0, math.inf, 1, 0]
+    assert trace.needed("b", 0) == 2
+    assert trace.needed("c", 0) == math.inf
+
+
 @given(traces)
 def test_a_pass_that_repeats_its_trace_never_diverges(trace: Trace) -> None:
     """The cursor follows use by use, and the recording is the very same trace."""
