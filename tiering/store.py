@@ -17,8 +17,8 @@ them, nobody else, so the order of events is the caller's.
 
 New contents are written beside the old ones and take their place when the lease ends well; if it
 ends with an exception, the record is as it was. (One at home in memory, or kept there, is
-overwritten where it is, since there is no room for it twice.) A record is changed in place only while no other tensor looks
-at its memory; otherwise it moves to a slot of its own first.
+overwritten where it is, since there is no room for it twice.) A record is changed in place only
+while no other tensor looks at its memory; otherwise it moves to a slot of its own first.
 
 What would break it: giving a slot back, or changing what is in it, while a transfer uses it. Only
 entries without leases that are CLEAN or DIRTY are evicted or written, and neither state has a
@@ -293,7 +293,8 @@ class TieredStore:
             if filled is not entry.slot:
                 filled.free()
             elif entry.state is State.CLEAN:
-                entry.state = State.DIRTY
+                self._drop_slot(entry)  # the old contents are on the drive
+                entry.state = State.COLD
         elif access is Access.UPDATE and entry.state is State.CLEAN:
             entry.state = State.DIRTY  # some of it may be changed
         entry.leases -= 1

@@ -110,6 +110,46 @@ def test_a_clean_record_is_evicted_without_io(setup: Setup) -> None:
     assert setup.drive.written_bytes == written
 
 
+def test_a_record_that_is_kept_does_no_io(setup: Setup) -> None:
+    """Others pass beside it; it is written once, by a flush."""
+    setup.store.keep("a")
+    put(setup.store, "a", 0.0)
+    setup.store.flush()
+    for key in "bcdef":
+        put(setup.store, key, 1.0)
+        setup.store.write_back(key)
+    written_bytes = setup.drive.written_bytes
+    for number in range(3):
+        with setup.store.lease("a", Access.UPDATE) as lease:
+            lease["x"].fill_(number)
+        setup.store.write_back("a")
+        put(setup.store, "a", number + 10)
+    assert setup.store.state("a") is State.DIRTY
+    assert setup.drive.written_bytes == written_bytes
+    assert [value(setup.store, key) for key in "abcdef"] == [12, 1, 1, 1, 1, 1]
+
+
+def test_a_record_that_is_kept_goes_when_there_is_no_other_room(setup: Setup) -> None:
+    """Its contents come back when it is used."""
+    setup.store.keep("a")
+    for key in "abcd":
+        put(setup.store, key, ord(key))
+    with setup.store.lease("b"), setup.store.lease("c"), setup.store.lease("d"):
+        assert setup.store.state("a") is State.COLD
+    assert value(setup.store, "a") == ord("a")
+
+
+def test_a_kept_record_whose_overwriting_fails_has_its_old_contents(setup: Setup) -> None:
+    """They are on the drive."""
+    setup.store.keep("a")
+    put(setup.store, "a", 1.0)
+    setup.store.flush()
+    lease = setup.store.lease("a", Access.OVERWRITE)
+    lease["x"].fill_(2.0)
+    lease.abandon()
+    assert value(setup.store, "a") == 1.0
+
+
 def test_a_prefetched_record_is_a_hit_and_an_unused_one_is_counted_as_wasted(setup: Setup) -> None:
     """Prefetch is the same read begun earlier."""
     for key in "abcdef":
@@ -388,6 +428,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.clock = 0.0
         for key in "abcdef":
             self.setup.store.create(spec(key), Tier.NVME, drive=self.setup.drive)
+        self.setup.store.keep("a")
+        self.setup.store.keep("b")
 
     keys = st.sampled_from("abcdef")
 
