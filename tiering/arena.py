@@ -5,7 +5,7 @@ slot itself as their memory, and tensors are views of it. Slots are cut to the b
 rounded up to the direct-I/O alignment, because records have few sizes but those differ by orders of
 magnitude: equal buffers would waste most of the memory. What passes through is cut from the low end
 and what stays from the high end, so that the passing slots meet each other again when they are
-freed.
+freed. Where the free room is in pieces all the same, `join` moves slots that nobody is using.
 
 What would break: giving out memory over which somebody still holds a tensor. A tensor can outlive
 the slot it was made from (a user's ``.detach()``, a view saved by autograd), so freeing a slot
@@ -20,12 +20,13 @@ from __future__ import annotations
 
 import bisect
 import collections
+import ctypes
 import enum
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -35,6 +36,7 @@ from tiering.records import aligned_bytes
 from tiering.spec import RecordSpec, TensorSpec
 
 _HOLDERS_NAMED = 4  # in an error message
+_Extent: TypeAlias = tuple[int, int]  # start, end
 
 
 class Placement(enum.Enum):
@@ -153,6 +155,60 @@ class Arena:
         if tail_bytes := slot_bytes - nbytes:
             memory.buffer(slot.start + nbytes, tail_bytes)[:] = bytes(tail_bytes)
         return slot
+
+    def join(self, nbytes: int, *, movable: Iterable[Slot]) -> bool:
+        """Make one free extent by moving slots together, as few of their bytes as will do.
+
+        Args:
+            nbytes: what a slot cut from it must hold.
+            movable: slots that nobody is using, no transfer either. Those that tensors look at stay
+                where they are.
+
+        Returns:
+            False if no stretch between slots that stay has that much free.
+
+        Raises:
+            EngineClosedError: the arena was closed, or belongs to another process.
+        """
+        memory, wanted_bytes = self.memory, aligned_bytes(max(nbytes, 1))
+        with self._lock:
+            self._drain()
+            slots = {slot.start: slot for slot in movable if self._can_move(slot)}
+            stretch = self._cheapest_stretch(wanted_bytes, slots)
+            if stretch is None:
+                return False
+            start, end = stretch
+            inside = sorted(at for at in slots if start <= at < end)
+            for slot in [self._slots.pop(at) for at in inside][::-1]:
+                end -= slot.nbytes
+                ctypes.memmove(memory.address + end, memory.address + slot.start, slot.nbytes)
+                slot.start = end
+                self._slots[end] = slot
+            self._free.gather(start, end, until=stretch[1])
+            return True
+
+    def _can_move(self, slot: Slot) -> bool:
+        is_here = self._slots.get(slot.start) is slot
+        return is_here and not slot.is_freed and not slot.is_aliased
+
+    def _cheapest_stretch(self, nbytes: int, movable: Mapping[int, Slot]) -> _Extent | None:
+        """Between slots that stay: enough free room, and the fewest bytes to be moved."""
+        slots = [(slot.start, slot.start + slot.nbytes) for slot in self._slots.values()]
+        pieces = sorted([*self._free.extents, *slots])
+        best: tuple[int, _Extent] | None = None
+        for first, (start, _) in enumerate(pieces):
+            free_bytes = moved_bytes = 0
+            for at, end in pieces[first:]:
+                if at not in movable and at in self._slots:
+                    break
+                free_bytes += (end - at) * (at not in movable)
+                moved_bytes += (end - at) * (at in movable)
+                if best and moved_bytes >= best[0]:
+                    break
+                if free_bytes >= nbytes:
+                    best = moved_bytes, (start, end)
+                    break
+        return best and best[1]
 
     def close(self) -> None:
         """Let go of the memory. It is unmapped when the last tensor over it is gone.
@@ -324,8 +380,18 @@ class _FreeList:
     """Free extents in the order of their addresses, neighbours always joined."""
 
     def __init__(self, nbytes: int) -> None:
-        self._extents: list[tuple[int, int]] = [(0, nbytes)]  # start, end
+        self._extents: list[_Extent] = [(0, nbytes)]
         self.total_bytes = nbytes
+
+    @property
+    def extents(self) -> tuple[_Extent, ...]:
+        """All of them."""
+        return tuple(self._extents)
+
+    def gather(self, start: int, end: int, *, until: int) -> None:
+        """What was free from ``start`` until ``until`` is the extent from ``start`` to ``end``."""
+        outside = [extent for extent in self._extents if not start <= extent[0] < until]
+        self._extents = sorted([*outside, (start, end)])
 
     @property
     def largest_bytes(self) -> int:

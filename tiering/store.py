@@ -551,6 +551,16 @@ class TieredStore:
                 return self._last_resort(entry)
 
     def _passing_slot(self, entry: Entry) -> Slot | None:
+        """A slot for it if there is room; where the room is in pieces, they are joined."""
+        slot = self._try_slot(entry)
+        if slot is None and self.arena.free_bytes >= entry.slot_bytes:
+            movable = (e.slot for e in self._entries.values() if not e.leases and not e.transfer)
+            host_slots = (slot for slot in movable if isinstance(slot, Slot))
+            if self.arena.join(entry.spec.nbytes, movable=host_slots):
+                slot = self._try_slot(entry)
+        return slot
+
+    def _try_slot(self, entry: Entry) -> Slot | None:
         return self.arena.try_allocate(
             entry.spec.nbytes, owner=entry.spec.key, placement=_placement(entry)
         )

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ctypes
 import gc
 import itertools
 import os
@@ -7,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -40,9 +41,9 @@ def extents(arena: Arena) -> tuple[int, int]:
 def test_a_slot_has_the_bytes_asked_for_rounded_up_to_the_alignment() -> None:
     """One byte more than a page costs one page more, and nothing is rounded further."""
     arena = Arena(1 << 20)
-    for asked, given in [(0, PAGE), (1, PAGE), (PAGE, PAGE), (PAGE + 1, 2 * PAGE)]:
+    for asked, expected in [(0, PAGE), (1, PAGE), (PAGE, PAGE), (PAGE + 1, 2 * PAGE)]:
         slot = arena.allocate(asked, owner="a")
-        assert slot.nbytes == given
+        assert slot.nbytes == expected
         assert slot.address % PAGE == 0
         slot.free()
 
@@ -391,3 +392,51 @@ class ArenaMachine(RuleBasedStateMachine):
 
 ArenaMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestArenaMachine = ArenaMachine.TestCase
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 5), st.sampled_from(Placement), st.booleans()), max_size=30),
+    st.integers(1, 12),
+    st.data(),
+)
+def test_free_room_in_pieces_is_joined_and_no_byte_is_lost(
+    wanted: list[tuple[int, Placement, bool]], pages: int, data: st.DataObject
+) -> None:
+    """Slots that may move keep their contents wherever they are; the others keep their place."""
+    arena = Arena(40 * 4096)
+    slots = []
+    for number, (size, placement, _) in enumerate(wanted):
+        slot = arena.try_allocate(size * 4096, owner=str(number), placement=placement)
+        if slot is not None:
+            ctypes.memset(slot.address, number + 1, slot.nbytes)
+            slots.append(slot)
+    for slot in data.draw(st.lists(st.sampled_from(slots), unique=True)) if slots else []:
+        slots.remove(slot)
+        slot.free()
+    movable = [slot for slot in slots if wanted[int(slot.owner)][2]]
+    places = {slot.owner: slot.start for slot in slots if slot not in movable}
+    free_bytes = arena.free_bytes
+    joined = arena.join(pages * 4096, movable=movable)
+    assert arena.free_bytes == free_bytes
+    assert all(slot.start == places.get(slot.owner, slot.start) for slot in slots)
+    for slot in slots:
+        contents = bytes([int(slot.owner) + 1]) * slot.nbytes
+        assert ctypes.string_at(slot.address, slot.nbytes) == contents
+    assert (arena.stats().largest_free_bytes >= pages * 4096) == joined or not joined
+    if len(movable) == len(slots):
+        assert joined == (free_bytes >= pages * 4096)
+    for slot in slots:
+        slot.free()
+    assert arena.stats().largest_free_bytes == arena.capacity_bytes
+
+
+def test_a_slot_that_a_tensor_looks_at_is_not_moved() -> None:
+    """The tensor would show other bytes."""
+    arena = Arena(4 * 4096)
+    slots = [arena.allocate(4096, owner=str(number)) for number in range(4)]
+    seen = slots[1].tensors(RecordSpec("r", (TensorSpec("x", torch.uint8, (4096,)),)))
+    slots[0].free()
+    slots[2].free()
+    assert not arena.join(2 * 4096, movable=slots[1:2])
+    del seen
+    assert arena.join(2 * 4096, movable=slots[1:2])
