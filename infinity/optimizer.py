@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple, NoReturn
@@ -89,6 +90,7 @@ class PagedAdam(torch.optim.Optimizer):
         self._pager = pager
         self._max_norm = max_norm
         self._steps: dict[nn.Parameter, int] = {}
+        self._pid = os.getpid()
         self._due: dict[Unit, Decision] = {}  # decided and not made yet
         self._scratch: torch.Tensor | None = None
         self.torn = ""
@@ -220,6 +222,8 @@ class PagedAdam(torch.optim.Optimizer):
         decision = self._due.get(unit)
         if decision is None or self.torn:
             return  # it was made; or what is left of the weights may still be looked at
+        if os.getpid() != self._pid:  # torch's threads are not there, and the state is its parent's
+            raise EngineClosedError(f"this update belongs to process {self._pid}, not to its child")
         try:
             with torch.inference_mode(mode=False):
                 self._update_unit(decision)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -308,3 +309,24 @@ def test_an_interrupt_of_an_update_neither_loses_nor_repeats_it(
         if weights is not None:
             assert_equal(weights, expected)
     assert {True, False} == set(outcomes)
+
+
+@pytest.mark.parametrize("device", ["none", "cpu", "nvme"])
+def test_a_forked_child_makes_no_update_of_its_parents(device: str, tmp_path: Path) -> None:
+    """It is told so, where it would wait for threads it lacks; the parent goes on."""
+    expected = _train(config_for(tmp_path, param="none", optimizer="none"), _nothing, at_once=True)
+
+    def fork(engine: InfinityEngine) -> None:
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                with pytest.raises(infinity.EngineClosedError):
+                    engine.module[1][0].weight.sum()
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    config = config_for(tmp_path, param=device, optimizer=device)
+    assert_equal(_train(config, fork, at_once=False), expected)
