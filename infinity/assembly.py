@@ -154,6 +154,7 @@ def assemble(
         pager=pager,
         max_norm=0.0 if config.gradient_clipping == "auto" else config.gradient_clipping,
     )
+    adam.register_step_pre_hook(lambda *_: schedule.reset())  # whoever calls for the step
     homes = _homes(config, plan, drives)
     records = [record for unit in units for record in unit.records.homes(homes)]
     _require_space(records)

@@ -185,7 +185,6 @@ class InfinityEngine:
             if not self.is_gradient_accumulation_boundary():
                 return
             self._warn_of_unmanaged()
-            self._parts.schedule.reset()
             self.optimizer.step()
             self._micro_steps = 0
             self.global_steps += 1
@@ -323,11 +322,7 @@ class InfinityEngine:
             raise EngineClosedError(f"this engine belongs to process {self._pid}, not to its child")
         if not self._finalizer.alive:
             raise EngineClosedError("the engine was closed")
-        if torn := self.optimizer.torn:
-            raise EngineClosedError(
-                f"{torn}: weights and optimizer state are of different steps; start again "
-                "from the last good state"
-            )
+        self.optimizer.refuse_if_torn()
         if not self._lock.acquire(blocking=False):
             raise RuntimeError("another thread is using the engine; let one do so at a time")
         try:

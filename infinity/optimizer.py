@@ -17,13 +17,16 @@ have to be read again, and the order of the update is that of the forward, whate
 can see an old weight: every use of a unit goes through `Unit.gather`, which settles it first.
 
 What would break it: changing a gradient record between the step and the update. `UnitGradients`
-settles the unit before it opens the record for the next cycle.
+settles the unit before it opens the record for the next cycle. Losing an update, or making it
+twice: it is due until its last tile is done, and one that is interrupted in between tears the
+state, for good.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple, NoReturn
@@ -35,7 +38,7 @@ from infinity.adam import AdamSettings, AdamState, adam_step
 from infinity.gradients import UnitGradients
 from infinity.partition import Extent
 from infinity.unit import Unit
-from tiering.errors import ConfigError
+from tiering.errors import ConfigError, EngineClosedError
 from tiering.prefetch import Prefetcher
 from tiering.store import Lease
 from tiering.trace import Access
@@ -53,8 +56,6 @@ class Decision(NamedTuple):
     """What a step has decided for one unit."""
 
     gradients: UnitGradients
-    arrived: frozenset[int]
-    """Parameters that are updated, by index."""
     runs: Sequence[Sequence[Run]]
     """Of each tile."""
     scale: float
@@ -89,6 +90,8 @@ class PagedAdam(torch.optim.Optimizer):
         self._pager = pager
         self._max_norm = max_norm
         self._steps: dict[nn.Parameter, int] = {}
+        self._pid = os.getpid()
+        self._due: dict[Unit, Decision] = {}  # decided and not made yet
         self._scratch: torch.Tensor | None = None
         self.torn = ""
         """Why weights and states are of different steps; empty when they are not."""
@@ -101,7 +104,9 @@ class PagedAdam(torch.optim.Optimizer):
 
         Raises:
             ValueError: a closure was given; the forward belongs to the engine.
+            EngineClosedError: an earlier update is torn.
         """
+        self.refuse_if_torn()
         if closure is not None:
             raise ValueError(
                 "a closure is not supported; call engine(...), engine.backward(...), engine.step()"
@@ -110,9 +115,12 @@ class PagedAdam(torch.optim.Optimizer):
         scale = self._clip_scale(active)
         settings = self._settings()
         self.settle()
-        for gradients in active:
-            decision = self._decide(gradients, settings, scale)
-            gradients.unit.update_by(functools.partial(self._update, decision))
+        try:
+            for gradients in active:
+                self._decide(gradients, settings, scale)
+        except BaseException as error:
+            self.torn = f"a step was interrupted by {error!r}"
+            raise
         self._opt_called = True  # torch's schedulers ask for it
 
     def settle(self) -> None:
@@ -123,6 +131,14 @@ class PagedAdam(torch.optim.Optimizer):
         """
         for gradients in self._gradients:
             gradients.unit.settle()
+
+    def refuse_if_torn(self) -> None:
+        """Raise `EngineClosedError` if weights and states are of different steps."""
+        if self.torn:
+            raise EngineClosedError(
+                f"{self.torn}: weights and optimizer state are of different steps; start again "
+                "from the last good state"
+            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters that the engine manages.
@@ -189,26 +205,29 @@ class PagedAdam(torch.optim.Optimizer):
 
     def _decide(
         self, gradients: UnitGradients, settings: dict[nn.Parameter, AdamSettings], scale: float
-    ) -> Decision:
+    ) -> None:
         unit = gradients.unit
-        arrived = gradients.take()
-        for index in arrived:
+        updated = frozenset(i for i in gradients.take() if unit.parameters[i] in settings)
+        for index in updated:
             parameter = unit.parameters[index]
-            if parameter in settings:
-                self._steps[parameter] = self._steps.get(parameter, 0) + 1
+            self._steps[parameter] = self._steps.get(parameter, 0) + 1
         runs = [
-            list(self._runs(unit, arrived, extent, settings)) for extent in unit.records.extents
+            list(self._runs(unit, updated, extent, settings)) for extent in unit.records.extents
         ]
-        return Decision(gradients, arrived, runs, scale)
+        self._due[unit] = Decision(gradients, runs, scale)
+        unit.update_by(functools.partial(self._update, unit), updated)
 
     @torch.no_grad()
-    def _update(self, decision: Decision) -> None:
-        unit = decision.gradients.unit
-        if self.torn:
-            return  # what is left of the weights may still be looked at
+    def _update(self, unit: Unit) -> None:
+        decision = self._due.get(unit)
+        if decision is None or self.torn:
+            return  # it was made; or what is left of the weights may still be looked at
+        if os.getpid() != self._pid:  # torch's threads are not there, and the state is its parent's
+            raise EngineClosedError(f"this update belongs to process {self._pid}, not to its child")
         try:
             with torch.inference_mode(mode=False):
                 self._update_unit(decision)
+            del self._due[unit]
         except BaseException as error:
             self.torn = f"the update of the unit of {unit.names[0]!r} was interrupted by {error!r}"
             raise
@@ -236,7 +255,7 @@ class PagedAdam(torch.optim.Optimizer):
     def _runs(
         self,
         unit: Unit,
-        arrived: AbstractSet[int],
+        updated: AbstractSet[int],
         tile: Extent,
         settings: dict[nn.Parameter, AdamSettings],
     ) -> Iterator[Run]:
@@ -244,7 +263,7 @@ class PagedAdam(torch.optim.Optimizer):
         current = None
         for index, parameter in enumerate(unit.parameters):
             extent = unit.layout.padded(index).intersect(tile)
-            if not extent.numel or index not in arrived or parameter not in settings:
+            if not extent.numel or index not in updated:
                 continue
             run = Run(extent, self._steps[parameter], settings[parameter])
             if current and current[1:] == run[1:] and current.extent.stop == extent.start:

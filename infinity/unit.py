@@ -25,7 +25,7 @@ from __future__ import annotations
 import bisect
 import enum
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 
 import torch
@@ -132,17 +132,22 @@ class Unit:
 
     # -- the update, which may come later than the step
 
-    def update_by(self, update: Callable[[], None]) -> None:
-        """The weights have new values from now on; `update` makes them, before their next use."""
+    def update_by(self, update: Callable[[], None], updated: Iterable[int]) -> None:
+        """These parameters have new values from now on; `update` makes them, before their next use.
+
+        The unit is released: what is present could still be looked at, and changed.
+        """
+        assert self.state is UnitState.RELEASED
         self.settle()
         self._update = update
-        self._changes = [count + 1 for count in self._changes]
+        for index in updated:
+            self._changes[index] += 1
 
     def settle(self) -> None:
-        """Make the new values, if that was put off."""
-        update, self._update = self._update, None
-        if update is not None:
-            update()
+        """Make the new values, if that was put off. `update` may be called again if it failed."""
+        if self._update is not None:
+            self._update()
+            self._update = None
 
     # -- gather and release
 
