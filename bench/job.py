@@ -2,9 +2,9 @@
 
 Note: requests and blocks. The engine cuts a request into blocks and keeps `queue_depth` of them at
 the drive. A request costs Python tens of microseconds, and hundreds where it has slept long enough
-for the caches to forget it. So bandwidth is measured with requests of many blocks, of which two are
-always under way each way: the drive never waits for Python, and Python's share of the processor
-time is small. In ``mixed`` the engine gives reads and writes half of the queue each, however large
+for the caches to forget it. So bandwidth is measured with requests of many blocks, of which eight
+are under way each way and four are made at a time: the drive never waits for Python, and Python's
+share of the processor time is small. The requests take turns in the memory of one. In ``mixed`` the engine gives reads and writes half of the queue each, however large
 their requests are. Latency is measured in a window of its own, with requests of one block.
 """
 
@@ -26,8 +26,9 @@ Pages = Literal["huge", "small"]
 OPS: Final[tuple[Op, ...]] = ("read", "write", "mixed")
 
 _REQUEST_BYTES: Final = 256 * 2**20
-_QUEUES_IN_FLIGHT: Final = 2
-_REQUESTS_A_FILE: Final = 4  # at least so many, where blocks allow, or the walk would meet itself
+_REQUESTS_EACH_WAY: Final = 8
+_REQUESTS_A_FILE: Final = 16  # at least so many, where blocks allow, or the walk would meet itself
+_QUEUES_EACH_WAY: Final = 4  # at least: while half of them are made anew the drive has two
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,8 @@ class Job:
     @property
     def requests_each_way(self) -> int:
         """Under way at once in the bandwidth window, for each of reading and writing."""
-        return max(2, -(-_QUEUES_IN_FLIGHT * self.queue_bytes // self.request_bytes))
+        least = -(-_QUEUES_EACH_WAY * self.queue_bytes // self.request_bytes)
+        return max(_REQUESTS_EACH_WAY, least)
 
     @property
     def requests_in_flight(self) -> int:
@@ -138,10 +140,8 @@ class Job:
 
     @property
     def memory_bytes(self) -> int:
-        """Of one area of memory for it: a power of two, with a place for each request one way."""
-        return power_of_two_above(
-            max(self.requests_each_way * self.request_bytes, self.queue_bytes)
-        )
+        """Of one area of memory for it: a power of two, with a place for what is at the drive."""
+        return power_of_two_above(max(self.request_bytes, 2 * self.queue_bytes))
 
     @property
     def requests_a_pass(self) -> int:

@@ -180,9 +180,9 @@ class Lane:
         )
         return start(self._file, self.buffer, at=at, nbytes=order.nbytes, offset=order.offset)
 
-    def wait_any(self, transfers: Sequence[Transfer]) -> None:
-        """Return when one of them has ended."""
-        self._engine.wait_any(transfers)
+    def wait_some(self, transfers: Sequence[Transfer], count: int) -> None:
+        """Return when so many of them have ended."""
+        self._engine.wait_some(transfers, count)
 
     def sync(self) -> None:
         """Have all that was written on the drive."""

@@ -1,7 +1,7 @@
 """One timed window on one lane: bandwidth or latency.
 
-Bandwidth: requests of many blocks, two queues' worth under way, walk the file from its start over
-and over. The clock runs from the end of the warm-up, with the queue full, until the last request
+Bandwidth: requests of many blocks, many queues' worth under way, walk the file from its start over
+and over; new ones are made when half of them have ended. The clock runs from the end of the warm-up, with the queue full, until the last request
 has ended and, where anything was written, a flush has returned. The processor time is the whole
 process's, Python included.
 
@@ -130,27 +130,33 @@ def walk(job: Job, op: Op, request_bytes: int) -> Iterator[Order]:
 
 
 class _Queue:
-    """Requests under way."""
+    """Requests under way.
 
-    def __init__(self, lane: Lane, most: int) -> None:
+    Args:
+        lane: of what.
+        most: at once.
+        at_once: so many must have ended before new ones are made.
+    """
+
+    def __init__(self, lane: Lane, most: int, at_once: int = 1) -> None:
         self._lane = lane
         self._most = most
+        self._at_once = at_once
         self._flying: list[AioTransfer | PureTransfer] = []
         self.taken_s: list[float] = []
 
     def start(self, order: Order) -> None:
-        """Start one; before that wait until one has ended where there are enough."""
-        while len(self._flying) >= self._most:
-            self._take_ended()
+        """Start one; before that wait until some have ended where there are enough."""
+        if len(self._flying) >= self._most:
+            self._take_ended(self._at_once)
         self._flying.append(self._lane.start(order))
 
     def drain(self) -> None:
         """Wait for all."""
-        while self._flying:
-            self._take_ended()
+        self._take_ended(len(self._flying))
 
-    def _take_ended(self) -> None:
-        self._lane.wait_any(self._flying)
+    def _take_ended(self, count: int) -> None:
+        self._lane.wait_some(self._flying, count)
         still = []
         for transfer in self._flying:
             if transfer.done():
@@ -175,7 +181,7 @@ def measure(lane: Lane, op: Op, *, window: Window, stop: threading.Event | None 
     """
     stop = stop or threading.Event()
     job = lane.job
-    queue = _Queue(lane, job.requests_in_flight)
+    queue = _Queue(lane, job.requests_in_flight, job.requests_in_flight // 2)
     orders = walk(job, op, job.request_bytes)
     writes = op != "read"
     if window.warmup_s and not window.requests:

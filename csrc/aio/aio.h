@@ -186,9 +186,9 @@ int aio_forget(struct aio *aio, uint64_t id);
 int aio_reap(struct aio *aio, struct aio_result *results, uint32_t max, uint32_t *count);
 /* Requests ended since aio_open. Cheap, to be asked often. */
 uint64_t aio_ended_count(struct aio *aio);
-/* Waits until that count is no longer `seen`, at most timeout_us (< 0: for ever); nothing becomes
- * urgent by it. 0, or -ETIME. */
-int aio_wait_ended(struct aio *aio, uint64_t seen, int64_t timeout_us);
+/* Waits until there are `count`, at most timeout_us (< 0: for ever); nothing becomes urgent by it.
+ * 0, or -ETIME. */
+int aio_wait_ended(struct aio *aio, uint64_t count, int64_t timeout_us);
 
 /* pages: AIO_PAGES_AUTO or AIO_PAGES_SMALL. All of it is there when this returns: memory that is
  * lacking is an error here and no signal later. */

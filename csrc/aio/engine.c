@@ -446,7 +446,7 @@ uint64_t aio_ended_count(struct aio *aio)
 	return __atomic_load_n(&aio->ended_count, __ATOMIC_ACQUIRE);
 }
 
-int aio_wait_ended(struct aio *aio, uint64_t seen, int64_t timeout_us)
+int aio_wait_ended(struct aio *aio, uint64_t count, int64_t timeout_us)
 {
 	uint64_t deadline = clock_deadline_ns(timeout_us);
 	int rc = 0;
@@ -455,10 +455,10 @@ int aio_wait_ended(struct aio *aio, uint64_t seen, int64_t timeout_us)
 		return -ECHILD;
 	pthread_mutex_lock(&aio->lock);
 	aio->waiters++;
-	while (aio->ended_count == seen && !rc)
+	while (aio->ended_count < count && !rc)
 		rc = clock_cond_wait(&aio->done, &aio->lock, deadline);
 	leave(aio);
-	rc = aio->ended_count == seen ? -ETIME : 0;
+	rc = aio->ended_count < count ? -ETIME : 0;
 	pthread_mutex_unlock(&aio->lock);
 	return rc;
 }

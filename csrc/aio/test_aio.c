@@ -302,7 +302,7 @@ static void reap_all(struct bench *bench, uint64_t *ids, uint32_t count)
 	uint32_t n;
 
 	while (reaped < count) {
-		int rc = aio_wait_ended(bench->aio, reaped, 10000000);
+		int rc = aio_wait_ended(bench->aio, reaped + 1, 10000000);
 
 		CHECK(rc == 0);
 		CHECK(aio_reap(bench->aio, results, count - reaped, &n) == 0);
@@ -313,7 +313,7 @@ static void reap_all(struct bench *bench, uint64_t *ids, uint32_t count)
 		}
 	}
 	CHECK(aio_ended_count(bench->aio) == count);
-	CHECK(aio_wait_ended(bench->aio, count, 0) == -ETIME);
+	CHECK(aio_wait_ended(bench->aio, count + 1, 0) == -ETIME);
 }
 
 /* Urgent before others, also when it waits for another; reads and writes in turn. */

@@ -63,8 +63,8 @@ def test_sizes_are_told_in_fitting_units() -> None:
 @given(JOBS)
 def test_requests_keep_the_queue_full_and_fit_the_memory(job: Job) -> None:
     assert job.request_bytes >= job.block_bytes
-    assert job.requests_each_way * job.request_bytes >= 2 * job.queue_bytes
-    assert job.memory_bytes >= job.requests_each_way * job.request_bytes
+    assert job.requests_each_way * job.request_bytes >= 4 * job.queue_bytes
+    assert job.memory_bytes >= max(job.request_bytes, 2 * job.queue_bytes)
     assert job.memory_bytes % job.request_bytes == 0
 
 

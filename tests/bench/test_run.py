@@ -107,7 +107,7 @@ def test_small_pages_and_no_registration_are_what_they_say(bench: Command) -> No
 def test_a_buffered_job_says_so_and_when_it_was_served_from_memory(bench: Command) -> None:
     engine = bench("run", "--buffered").json["paths"][0]["engine"]
     assert (engine["direct"], engine["direct_reason"]) == (False, "not asked for")
-    again = bench("run", "--buffered", "--requests", "16")
+    again = bench("run", "--buffered", "--requests", "64")
     assert "CACHED" in again.json["paths"][0]["results"][1]["page_cache"]
     assert "dropped" in again.out
 

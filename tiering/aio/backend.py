@@ -133,13 +133,15 @@ class AioBackend(Protocol):
         """Start writing; the mirror image of `read`."""
         ...
 
-    def wait_any(self, transfers: Sequence[Transfer], timeout_s: float | None = None) -> None:
-        """Return when at least one of the transfers has ended, well or not, or there is none.
+    def wait_some(
+        self, transfers: Sequence[Transfer], count: int = 1, timeout_s: float | None = None
+    ) -> None:
+        """Return when at least ``count`` of the transfers, or all, have ended, well or not.
 
         To wait for one transfer hurries it; this hurries none.
 
         Raises:
-            TransferTimeoutError: all are still pending after ``timeout_s``.
+            TransferTimeoutError: too many are still pending after ``timeout_s``.
             EngineClosedError: the engine was closed, or belongs to another process.
         """
         ...

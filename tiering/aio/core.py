@@ -38,7 +38,7 @@ from tiering.errors import ConfigError, EngineClosedError, TransferError
 if TYPE_CHECKING:  # these exist for the type checker only
     from tiering.aio._native import Aio, Options, Stats
 
-_WAIT_SLICE_S: Final = 0.1  # between two looks for signals such as Ctrl-C
+_WAIT_SLICE_S: Final = 1.0  # then a look for signals such as Ctrl-C, which costs a cold wake-up
 _TAKEN_IN_AT_ONCE: Final = 64
 _FINALIZER_S: Final = 5.0  # how long a forgotten engine lets its transfers end
 
@@ -151,20 +151,23 @@ class Core:
         if not self._await(flight, _deadline(timeout_s)):
             raise flight.timeout(timeout_s, self._done_bytes(flight))
 
-    def wait_any(self, flights: Sequence[NativeFlight], timeout_s: float | None) -> bool:
-        """Return when any of them has ended, or there is none; False: they are all pending."""
+    def wait_some(
+        self, flights: Sequence[NativeFlight], count: int, timeout_s: float | None
+    ) -> bool:
+        """Return when so many of them have ended; False: too many are still pending."""
         deadline = _deadline(timeout_s)
         while True:
             with self._use() as aio:
                 with self._lock:
                     self._take_in(aio)
                     seen = self._seen_ended
-                if not flights or any(flight.has_ended for flight in flights):
+                missing = count - sum(flight.has_ended for flight in flights)
+                if missing <= 0:
                     return True
                 left_s = _left(deadline)
                 if left_s <= 0:
                     return False
-                lib.aio_wait_ended(aio, seen, int(min(left_s, _WAIT_SLICE_S) * 1e6))
+                lib.aio_wait_ended(aio, seen + missing, int(min(left_s, _WAIT_SLICE_S) * 1e6))
 
     def open_file(self, path: str) -> OpenFile:
         """Open an existing file."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from tiering.aio.backend import File, FileInfo, Memory, Transfer
 from tiering.aio.config import BACKENDS, AioConfig, AioStats, Faults
 from tiering.aio.core import Core, NativeFlight, OpenFile
-from tiering.aio.flight import Order, none_ended
+from tiering.aio.flight import Order, too_few_ended
 from tiering.aio.native import check_native
 from tiering.aio.reasons import why_no_uring, why_unregistered
 from tiering.errors import ConfigError, TieringWarning
@@ -178,19 +178,21 @@ class AioEngine:
         """Start writing; the mirror image of `read`."""
         return self._start(Order("write", memory, at, nbytes, offset), file, after)
 
-    def wait_any(self, transfers: Sequence[Transfer], timeout_s: float | None = None) -> None:
-        """Return when at least one of the transfers has ended, well or not, or there is none.
+    def wait_some(
+        self, transfers: Sequence[Transfer], count: int = 1, timeout_s: float | None = None
+    ) -> None:
+        """Return when at least ``count`` of the transfers, or all, have ended, well or not.
 
         To wait for one transfer hurries it; this hurries none.
 
         Raises:
             ConfigError: a transfer of another engine.
-            TransferTimeoutError: all are still pending after ``timeout_s``.
+            TransferTimeoutError: too many are still pending after ``timeout_s``.
             EngineClosedError: the engine was closed, or belongs to another process.
         """
         flights = [self._own_flight(transfer) for transfer in transfers]
-        if not self._core.wait_any(flights, timeout_s):
-            raise none_ended(flights, timeout_s)
+        if not self._core.wait_some(flights, min(count, len(flights)), timeout_s):
+            raise too_few_ended(flights, count, timeout_s)
 
     def register(self, memory: Memory) -> None:
         """Pin the memory for cheaper transfers, in place of what was pinned before.

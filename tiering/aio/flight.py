@@ -159,13 +159,16 @@ def failure(message: str, error: int, path: str) -> TransferError:
     return kind(message, errno=error, path=path)
 
 
-def none_ended(flights: Sequence[Flight], timeout_s: float | None) -> TransferTimeoutError:
-    """What says that all of some are still pending."""
+def too_few_ended(
+    flights: Sequence[Flight], wanted: int, timeout_s: float | None
+) -> TransferTimeoutError:
+    """What says that fewer of some have ended than were waited for."""
+    pending = [flight for flight in flights if not flight.has_ended]
     return TransferTimeoutError(
-        f"all of {len(flights)} transfers are still pending after {timeout_s} s; the first is "
-        f"the {flights[0].text}",
+        f"{len(pending)} of {len(flights)} transfers are still pending after {timeout_s} s, and "
+        f"{wanted} were to end; the first pending one is the {pending[0].text}",
         errno=errno.ETIME,
-        path=flights[0].path,
+        path=pending[0].path,
     )
 
 

@@ -34,7 +34,7 @@ from tiering.aio.flight import (
     Outcome,
     failure,
     foreign_process,
-    none_ended,
+    too_few_ended,
 )
 from tiering.aio.native import why_not_native
 from tiering.aio.reasons import why_not_open
@@ -210,21 +210,24 @@ class PureEngine:
         """Start writing; the mirror image of `read`."""
         return self._start(Order("write", memory, at, nbytes, offset), file, after)
 
-    def wait_any(self, transfers: Sequence[Transfer], timeout_s: float | None = None) -> None:
-        """Return when at least one of the transfers has ended, well or not, or there is none.
+    def wait_some(
+        self, transfers: Sequence[Transfer], count: int = 1, timeout_s: float | None = None
+    ) -> None:
+        """Return when at least ``count`` of the transfers, or all, have ended, well or not.
 
         Raises:
             ConfigError: a transfer of another engine.
-            TransferTimeoutError: all are still pending after ``timeout_s``.
+            TransferTimeoutError: too many are still pending after ``timeout_s``.
             EngineClosedError: the engine was closed, or belongs to another process.
         """
         own = [self._own_transfer(transfer) for transfer in transfers]
         with self._in_use():
-            has_ended = not own or self._some_ended.wait_for(
-                lambda: any(transfer.has_ended for transfer in own), timeout_s
+            wanted = min(count, len(own))
+            has_ended = self._some_ended.wait_for(
+                lambda: sum(transfer.has_ended for transfer in own) >= wanted, timeout_s
             )
         if not has_ended:
-            raise none_ended(own, timeout_s)
+            raise too_few_ended(own, count, timeout_s)
 
     def register(self, memory: Memory) -> None:  # noqa: ARG002 - the protocol's
         """Do nothing: there is no ring to register memory with."""
