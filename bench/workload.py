@@ -1,9 +1,9 @@
 """One timed window on one lane: bandwidth or latency.
 
 Bandwidth: requests of many blocks, many queues' worth under way, walk the file from its start over
-and over; new ones are made when half of them have ended. The clock runs from the end of the warm-up, with the queue full, until the last request
-has ended and, where anything was written, a flush has returned. The processor time is the whole
-process's, Python included.
+and over; new ones are made when half of them have ended. The clock runs from the end of the
+warm-up, with the queue full, until the last request has ended and, where anything was written, a
+flush has returned. The processor time is the whole process's, Python included.
 
 Latency: requests of one block, twice as many as the queue is deep. A request's time runs in the
 engine, from when it is given to the kernel until the kernel has ended it; those that stand in the
