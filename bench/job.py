@@ -5,7 +5,8 @@ the drive. A request costs Python tens of microseconds, and hundreds where it ha
 for the caches to forget it. So bandwidth is measured with requests of many blocks, of which eight
 are under way each way and four are made at a time: the drive never waits for Python, and Python's
 share of the processor time is small. The requests take turns in the memory of one. In ``mixed``
-the engine gives reads and writes half of the queue each, however large their requests are. Latency is measured in a window of its own, with requests of one block.
+the engine gives reads and writes half of the queue each, however large their requests are. Latency
+is measured in a window of its own, with requests of one block.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Walks the trace against the store, and has records fetched before their use.
+"""Walks the trace against the store, and has it ready for each use before it comes.
 
 One `Prefetcher` serves one store. Its clients bracket each pass with `begin` and `end` and lease
 records through it. Fetching ahead happens in `advance`, which its clients call where time passes:
@@ -10,11 +10,12 @@ from __future__ import annotations
 import itertools
 import math
 
-from tiering.planner import fetch_ahead
+from tiering.planner import plan_ahead
 from tiering.store import Lease, TieredStore
 from tiering.trace import Access, Trace, TraceCursor, Use
 
 _WINDOW_USES = 64  # how far ahead one step of planning looks; bounds its cost, not what is right
+_NEAR_BYTES = 2**27  # a fast drive's work for some tens of milliseconds
 
 
 class Prefetcher:
@@ -22,10 +23,12 @@ class Prefetcher:
 
     Args:
         store: whose records are used. Its eviction order becomes "farthest next use first".
+        near_bytes: so much is fetched ahead at any price; see the planner's note.
     """
 
-    def __init__(self, store: TieredStore) -> None:
+    def __init__(self, store: TieredStore, *, near_bytes: int = _NEAR_BYTES) -> None:
         self._store = store
+        self._near_bytes = near_bytes
         self._traces: dict[str, Trace] = {}
         self._passes: list[tuple[str, TraceCursor]] = []
         store.order_by(self.distance)
@@ -83,19 +86,23 @@ class Prefetcher:
         return math.inf
 
     def advance(self) -> None:
-        """Finish hops that have ended, then start reads of what is used soon, if there is room."""
+        """Finish hops that have ended, then get ready for what is used soon, if there is room."""
         self._store.poll()
         self.fetch()
 
     def fetch(self) -> None:
-        """Start reads of what is used soon, if there is room."""
+        """Start reads of what is used soon, and claim room to overwrite, if there is room."""
         if not self._passes:
+            self._store.drop_claims()
             return
         cursor = self._passes[-1][1]
-        window = itertools.islice(cursor.expected.upcoming(cursor.position), _WINDOW_USES)
-        ahead = fetch_ahead(
-            window, holding=self._store.holding, room_bytes=self._store.room_bytes()
-        )
-        for key in ahead:
-            if not self._store.prefetch(key):
+        window = list(itertools.islice(cursor.expected.upcoming(cursor.position), _WINDOW_USES))
+        self._store.drop_claims(but={use.key for use in window})
+        for use, away in plan_ahead(
+            window,
+            holding=self._store.holding,
+            room_bytes=self._store.room_bytes(),
+            near_bytes=self._near_bytes,
+        ):
+            if not self._store.prefetch(use, away):
                 break

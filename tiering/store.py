@@ -29,10 +29,12 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import math
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol
@@ -88,6 +90,8 @@ class Entry:
     slot: Slot | DeviceSlot | None = None
     filling: Slot | DeviceSlot | None = None
     """Where an overwriting lease puts the new contents."""
+    claim: Slot | None = None
+    """Room taken ahead for the overwriting lease to come; its `filling` then."""
     leases: int = 0
     transfer: Transfer | None = None
     """Only while READING or WRITING."""
@@ -187,6 +191,7 @@ class TieredStore:
         self._moving: dict[str, Entry] = {}  # READING and WRITING
         self._idle: dict[State, dict[str, Entry]] = {State.CLEAN: {}, State.DIRTY: {}}
         self._kept: dict[str, Entry] = {}  # CLEAN or DIRTY without leases, like those in _idle
+        self._claims: dict[str, Entry] = {}  # the first to be used come first
         self._failed_writes: dict[str, TransferError] = {}
         self._clean_bytes = 0
         self._beside: weakref.WeakSet[Arena] = weakref.WeakSet()
@@ -239,10 +244,11 @@ class TieredStore:
     def close(self) -> None:
         """Forget all records and free their memory. No transfer may be under way any more."""
         for entry in self._entries.values():
-            for slot in (entry.slot, entry.filling):
+            for slot in (entry.slot, entry.filling, entry.claim):
                 if slot is not None:
                     slot.free()
         self._entries.clear()
+        self._claims.clear()
 
     # -- use
 
@@ -300,28 +306,38 @@ class TieredStore:
         entry.leases -= 1
         self._list(entry)
 
-    def prefetch(self, key: str) -> bool:
-        """Start the read of a lease to come, if there is room for it now.
+    def prefetch(self, use: Use, away: float) -> bool:
+        """Get ready for a lease to come: start its read, or claim the room it will overwrite.
+
+        Args:
+            use: what the lease will do.
+            away: by the eviction order; only what is farther away is given up for it.
 
         Returns:
-            False if it could not be started, or only by giving up a record that is used earlier.
+            False if it could not be done.
         """
-        entry = self._entry(key)
-        if entry.state is not State.COLD:
+        entry = self._entry(use.key)
+        claims = use.access is Access.OVERWRITE
+        if not self.holding(use).missing_bytes or not (claims or entry.state is State.COLD):
             return True
-        slot = self._passing_slot(entry)
-        while slot is None:
-            victim = self._farthest(State.CLEAN)
-            if victim is None or self._distance(victim.spec.key) <= self._distance(key):
-                return False
-            self._evict(victim)
-            slot = self._passing_slot(entry)
+        slot = self._slot_ahead(entry, away)
+        if slot is None:
+            return False
+        if claims:
+            entry.claim = slot
+            self._claims[use.key] = entry
+            return True
         try:
             self._start_read(entry, slot)
         except TransferError:
             return False  # whoever needs the record tries again and is told
         entry.fetched_ahead = True
         return True
+
+    def drop_claims(self, *, but: AbstractSet[str] = frozenset()) -> None:
+        """Give the room back that was claimed ahead, except of these keys."""
+        for key in self._claims.keys() - but:
+            self._drop_claim(key)
 
     def write_back(self, key: str) -> None:
         """Start writing the record to the drive if it is newer in memory. Never waits.
@@ -341,6 +357,7 @@ class TieredStore:
             )
         self._settle_quietly(entry)
         self._failed_writes.pop(key, None)
+        self._drop_claim(key)
         self._drop_slot(entry)
         entry.state = State.EMPTY
         self._list(entry)
@@ -389,8 +406,14 @@ class TieredStore:
     def holding(self, use: Use) -> Holding:
         """What the arena holds for this use of a record, or would have to give."""
         entry = self._entry(use.key)
-        nothing = Holding(evictable_bytes=0, missing_bytes=0)
-        if entry.home is Tier.DEVICE or (entry.home is Tier.HOST and entry.slot is not None):
+        passes = entry.home is Tier.NVME and not entry.is_kept
+        nothing = Holding(0, 0, moved_bytes=entry.slot_bytes if passes else 0)
+        stays = entry.home is Tier.HOST or entry.is_kept
+        if entry.home is Tier.DEVICE or (stays and entry.slot is not None):
+            return nothing
+        if entry.filling is not None:
+            return nothing  # being overwritten: what comes next will find the new contents
+        if use.access is Access.OVERWRITE and entry.claim is not None:
             return nothing
         if entry.slot is None or use.access is Access.OVERWRITE:
             return nothing._replace(missing_bytes=entry.slot_bytes)
@@ -417,6 +440,8 @@ class TieredStore:
 
     def _slot_to_fill(self, entry: Entry) -> Slot | DeviceSlot:
         """A fresh one, beside what is there; of what stays, its own if nobody looks at it."""
+        if entry.claim is not None:
+            return self._take_claim(entry)
         stays = entry.state is State.RESIDENT or (entry.is_kept and entry.transfer is None)
         if stays and entry.slot is not None and entry.leases == 1 and not entry.slot.is_aliased:
             return entry.slot
@@ -547,16 +572,42 @@ class TieredStore:
             slot = self._passing_slot(entry)
             if slot is not None:
                 return slot
-            if not self._make_room():
+            if not self._make_room(entry):
                 return self._last_resort(entry)
+
+    def _slot_ahead(self, entry: Entry, away: float) -> Slot | None:
+        """Room for a lease to come, at the cost of what is farther away only.
+
+        Where room is there, but in pieces, nothing is given up that was itself fetched ahead: the
+        pieces can be joined when transfers between them have ended.
+        """
+        while (slot := self._passing_slot(entry)) is None:
+            victim = self._farthest(State.CLEAN)
+            farthest = self._distance(victim.spec.key) if victim else 0.0
+            if victim is None or (farthest <= away and farthest < math.inf):
+                return None
+            if victim.fetched_ahead and self.arena.free_bytes >= entry.slot_bytes:
+                return None
+            self._evict(victim)
+        return slot
+
+    def _take_claim(self, entry: Entry) -> Slot:
+        slot, entry.claim = entry.claim, None
+        assert slot is not None
+        del self._claims[entry.spec.key]
+        return slot
+
+    def _drop_claim(self, key: str) -> None:
+        if key in self._claims:
+            self._take_claim(self._claims[key]).free()
 
     def _passing_slot(self, entry: Entry) -> Slot | None:
         """A slot for it if there is room; where the room is in pieces, they are joined."""
         slot = self._try_slot(entry)
         if slot is None and self.arena.free_bytes >= entry.slot_bytes:
-            movable = (e.slot for e in self._entries.values() if not e.leases and not e.transfer)
-            host_slots = (slot for slot in movable if isinstance(slot, Slot))
-            if self.arena.join(entry.spec.nbytes, movable=host_slots):
+            idle = (e for e in self._entries.values() if not e.leases and not e.transfer)
+            movable = (slot for e in idle for slot in (e.slot, e.claim) if isinstance(slot, Slot))
+            if self.arena.join(entry.spec.nbytes, movable=movable):
                 slot = self._try_slot(entry)
         return slot
 
@@ -591,11 +642,15 @@ class TieredStore:
         self._beside.add(arena)
         return arena.allocate(nbytes, owner=key, placement=placement)
 
-    def _make_room(self) -> bool:
-        """Take one step towards more room, the cheapest there is. False when there is none."""
+    def _make_room(self, entry: Entry) -> bool:
+        """Take one step towards room for this, the cheapest there is. False when there is none."""
         moving = [e for e in self._moving.values() if e.leases == 0]
         writing = next((e for e in moving if e.state is State.WRITING), None)
-        if (clean := self._farthest(State.CLEAN)) is not None:
+        if moving and self.arena.free_bytes >= entry.slot_bytes:
+            self._settle_quietly(moving[0])  # the room is there, in pieces between transfers
+        elif self._claims:
+            self._drop_claim(next(reversed(self._claims)))
+        elif (clean := self._farthest(State.CLEAN)) is not None:
             self._evict(clean)
         elif writing is not None:
             self._settle(writing)

@@ -47,6 +47,9 @@ class Holding(NamedTuple):
     missing_bytes: int
     """Room it still needs to be used."""
 
+    moved_bytes: int = 0
+    """What it moves between arena and drive where it is not there."""
+
 
 class Trace:
     """A recorded order of uses, with the position of every key's next use."""

@@ -227,7 +227,7 @@ def test_an_ordinary_user_with_a_small_memory_lock_limit_trains_to_equal_bits(
 
 def test_a_lost_completion_is_not_waited_for_in_vain_at_close(tmp_path: Path) -> None:
     """The engine ends with an exception of the package, not with a hang."""
-    faults = Faults(rules=(FaultRule(FaultAction.SWALLOW, first=40),))
+    faults = Faults(rules=(FaultRule(FaultAction.SWALLOW, first=20),))
     config = config_for(tmp_path, tiering={"io_timeout_s": 3})
     engine, *_ = infinity.initialize(model=base_model(), config=config, faults=faults)
     with pytest.raises(TransferTimeoutError, match=r"(read|write) .*safetensors"), engine:

@@ -112,6 +112,7 @@ class Simulation:
         farthest: whether the store evicts what is used farthest in the future.
         behind: whether it writes behind, as training does; else changes wait for eviction.
         lag: of the drive's transfers.
+        near: pages that are fetched ahead at any price.
     """
 
     def __init__(
@@ -123,11 +124,12 @@ class Simulation:
         farthest: bool = True,
         behind: bool = True,
         lag: int = 0,
+        near: int = 1,
     ) -> None:
         self.arena = Arena(budget * ALIGNMENT_BYTES)
         self.drive = MemoryDrive(lag)
         self.store = TieredStore(self.arena, DeviceTier(torch.device("cpu")))
-        self.pager = Prefetcher(self.store)
+        self.pager = Prefetcher(self.store, near_bytes=near * ALIGNMENT_BYTES)
         self._ahead, self._behind = ahead, behind
         if not ahead:
             self.store.refill_by(lambda: None)

@@ -5,11 +5,11 @@ counts are exact. Of 3,000 tiny traces (`tiny_cases(3000)`), written behind to a
 
 - Evicting what is needed farthest in the future, without reading ahead, moved exactly the least
   that any schedule could, in every one.
-- Reading ahead moved at most `WORST_RATIO` times the least, 1.15 times on average, and never more
-  than LRU. No use missed, and nothing that was fetched went unused. What it costs: a record that is
-  read early can take the place of one that is needed after it, where waiting would have freed
-  another's. A pass over N records in room for K then reads all N, where N - K and a few would do.
-  Hence `infinity.plan.stays`: what a budget leaves over is not paged at all.
+- Reading ahead was never late and never in vain, and never moved more than LRU. With one record
+  fetched at any price it moved at most 1.08 times the least, and 1.0002 times all together; with
+  two, which is how far a drive may have to be ahead, at most twice and 1.11 times. (With all that
+  fits: 5.2 and 1.25 times. A record that is read early takes the place of one that is needed after
+  it, where waiting would have freed another's; a pass over N records in room for K then reads N.)
 
 Where sizes differ the arena has gaps, and a late drive has reads and writes under way; both can
 waste a read ahead and cost more than LRU, in what was found here at most the arena's bytes a pass.
@@ -28,7 +28,6 @@ from tiering.trace import Use
 
 TINY = 100
 LARGE = 12
-WORST_RATIO = 5.15  # 100 of the 3,000 are run here
 PASSES = 12  # cycles of as many passes as the search finds exactly
 SETTLED = 4
 
@@ -62,15 +61,18 @@ def test_evicting_the_farthest_moves_the_least_that_any_schedule_could() -> None
         assert found == least_pages(case, behind=True) * PASSES, case
 
 
-def test_reading_ahead_stays_near_the_least_and_never_misses() -> None:
+@pytest.mark.parametrize(("near", "worst", "mean"), [(1, 1.08, 1.001), (2, 2.0, 1.12)])
+def test_reading_ahead_stays_near_the_least_and_never_misses(
+    near: int, worst: float, mean: float
+) -> None:
     total = least_total = 0.0
     for case in tiny_cases():
-        moved = steady(case)
+        moved = steady(case, near=near)
         least = float(least_pages(case, behind=True) * PASSES)
         assert moved.misses == moved.wasted == 0, case
-        assert moved.pages <= WORST_RATIO * least, case
+        assert moved.pages <= worst * least, case
         total, least_total = total + moved.pages, least_total + least
-    assert total <= 1.2 * least_total
+    assert total <= mean * least_total
 
 
 def test_reading_ahead_never_moves_more_than_evicting_the_least_recently_used() -> None:

@@ -159,8 +159,8 @@ def test_a_prefetched_record_is_a_hit_and_an_unused_one_is_counted_as_wasted(set
         value(setup.store, key)
     setup.store.order_by(lambda key: {"d": 0.0, "e": 1.0}.get(key, 9.0))
     misses = setup.store.stats.misses
-    assert setup.store.prefetch("d")
-    assert setup.store.prefetch("e")
+    assert setup.store.prefetch(Use("d", Access.READ), 0)
+    assert setup.store.prefetch(Use("e", Access.READ), 1)
     assert setup.store.state("d") in (State.READING, State.CLEAN)
     value(setup.store, "d")
     assert setup.store.stats.misses == misses
@@ -179,8 +179,88 @@ def test_prefetch_never_evicts_what_is_used_earlier(setup: Setup) -> None:
     for key in "abc":
         value(setup.store, key)
     setup.store.order_by(lambda key: float("abcdef".index(key)))
-    assert not setup.store.prefetch("d")
+    assert not setup.store.prefetch(Use("d", Access.READ), 3)
+    assert not setup.store.prefetch(Use("d", Access.OVERWRITE), 3)
     assert all(setup.store.state(key) is State.CLEAN for key in "abc")
+
+
+def test_a_claim_is_the_room_of_the_overwriting_lease_to_come(setup: Setup) -> None:
+    """So that nothing fetched meanwhile stands in its way; a plan that changes gives it back."""
+    for key in "abcdef":
+        put(setup.store, key, 1.0)
+    setup.store.flush()
+    setup.store.order_by(lambda _: 9.0)
+    room_bytes = setup.store.room_bytes()
+    for key in "ab":
+        assert setup.store.prefetch(Use(key, Access.OVERWRITE), 1)
+        assert setup.store.prefetch(Use(key, Access.OVERWRITE), 1)
+        assert setup.store.holding(Use(key, Access.OVERWRITE)).missing_bytes == 0
+    assert setup.store.room_bytes() == room_bytes - 2 * 12288
+    assert value(setup.store, "a") == 1.0  # still the old contents
+    put(setup.store, "a", 2.0)
+    setup.store.drop_claims(but={"c"})
+    setup.store.flush()
+    assert setup.store.room_bytes() == setup.store.arena.capacity_bytes
+    assert [value(setup.store, key) for key in "abc"] == [2.0, 1.0, 1.0]
+
+
+def test_a_claim_goes_before_a_use_fails_for_lack_of_room(setup: Setup) -> None:
+    """Whatever is claimed, all that is leased at once has the arena."""
+    for key in "abcdef":
+        put(setup.store, key, 1.0)
+    setup.store.flush()
+    setup.store.order_by(lambda _: 9.0)
+    for key in "abc":
+        assert setup.store.prefetch(Use(key, Access.OVERWRITE), 1)
+    leases = [setup.store.lease(key) for key in "def"]
+    assert all(bool((lease["x"] == 1.0).all()) for lease in leases)
+
+
+def test_what_is_discarded_claims_nothing(setup: Setup) -> None:
+    """Its room is free."""
+    assert setup.store.prefetch(Use("a", Access.OVERWRITE), 1)
+    setup.store.discard("a")
+    assert setup.store.room_bytes() == setup.store.arena.capacity_bytes
+
+
+@pytest.mark.parametrize("access", list(Access))
+def test_what_is_being_overwritten_is_not_read_ahead(setup: Setup, access: Access) -> None:
+    """Its old contents are of no use to whoever comes next."""
+    put(setup.store, "a", 1.0)
+    setup.store.flush()
+    for key in "bcd":
+        put(setup.store, key, 1.0)
+    setup.store.flush()
+    assert setup.store.state("a") is State.COLD
+    with setup.store.lease("a", Access.OVERWRITE) as lease:
+        lease["x"].fill_(2.0)
+        assert setup.store.prefetch(Use("a", access), 1)
+        assert setup.store.state("a") is State.COLD
+    assert value(setup.store, "a") == 2.0
+
+
+def test_a_read_ahead_gives_up_none_that_was_read_ahead_while_free_room_is_in_pieces(
+    tmp_path: Path,
+) -> None:
+    """It would be read twice; the pieces are one when what is between them is at rest."""
+    setup = make(tmp_path, slots=4)
+    wide = RecordSpec("w", (TensorSpec("x", torch.float32, (2 * NUMEL,)),))
+    for each in (*map(spec, "abcd"), wide):
+        setup.store.create(each, Tier.NVME, drive=setup.drive)
+        put(setup.store, each.key, 1.0)
+    setup.store.flush()
+    setup.store.order_by(lambda _: 9.0)
+    for key in "abcd":
+        assert setup.store.prefetch(Use(key, Access.READ), 0)
+    between = setup.store.lease("b")
+    setup.store.discard("a")
+    setup.store.discard("c")
+    assert not setup.store.prefetch(Use("w", Access.READ), 1)
+    between.release()
+    assert setup.store.prefetch(Use("w", Access.READ), 1)
+    assert [value(setup.store, key) for key in "bdw"] == [1.0, 1.0, 1.0]
+    assert setup.store.stats.wasted == 0
+    setup.close()
 
 
 def test_a_full_arena_names_the_holders_and_the_remedy(setup: Setup) -> None:
@@ -471,10 +551,16 @@ class StoreMachine(RuleBasedStateMachine):
             self.setup.store.discard(key)
             self.values.pop(key, None)
 
-    @rule(key=keys)
-    def prefetch(self, key: str) -> None:
-        """A read ahead."""
-        self.setup.store.prefetch(key)
+    @rule(key=keys, access=st.sampled_from(Access), away=st.integers(0, 9))
+    def prefetch(self, key: str, access: Access, away: int) -> None:
+        """A read ahead, or a claim."""
+        if key in self.values or access is Access.OVERWRITE:
+            self.setup.store.prefetch(Use(key, access), away)
+
+    @rule(keys=st.sets(keys))
+    def drop_claims(self, keys: set[str]) -> None:
+        """Plans change."""
+        self.setup.store.drop_claims(but=keys)
 
     @rule(key=keys)
     def write_back(self, key: str) -> None:
