@@ -12,19 +12,35 @@ from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import compress, starmap
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
 from infinity.comm import Communicator
-from infinity.config import Config, OffloadOptimizer, OffloadParam, real_path
+from infinity.config import (
+    DEFAULT_BUFFERS,
+    Config,
+    OffloadOptimizer,
+    OffloadParam,
+    real_path,
+)
 from infinity.gradients import UnitGradients
 from infinity.hooks import Hooks, is_managed
 from infinity.optimizer import PagedAdam
 from infinity.parameters import Stubs
 from infinity.partition import FlatLayout
-from infinity.plan import ElementBytes, ModelSize, Plan, Tiers, UnitSize, make_plan, stays
+from infinity.plan import (
+    ElementBytes,
+    ModelSize,
+    Plan,
+    Tiers,
+    UnitSize,
+    Wishes,
+    make_plan,
+    stays,
+    sum_of,
+)
 from infinity.schedule import Closed, Schedule
 from infinity.scopes import Group, Scope, find_scopes
 from infinity.unit import Unit
@@ -114,7 +130,7 @@ def assemble(
     ]
     plan = _plan(config, types, scopes, dict(zip(parts, layouts, strict=True)))
 
-    arena = Arena(plan.arena_bytes)
+    arena = _arena(plan)
     closing.callback(arena.close)
     device_tier = DeviceTier(device)
     store = TieredStore(arena, device_tier, patience_s=config.tiering.io_timeout_s)
@@ -160,13 +176,18 @@ def assemble(
     _require_space(records)
     for spec, home in records:
         store.create(spec, home.tier, drive=home.drive)
-    kept = _kept(records, {unit.records.shard.key for unit in units}, plan.spare_bytes)
+    kept = _kept(records, {unit.records.shard.key for unit in units}, plan)
     for key in kept:
         store.keep(key)
     for keys in (set(kept), {spec.key for spec, _ in records}.difference(kept)):
         for unit in units:  # those that stay first, so that they lie together
             unit.store_initial(keys)
     store.flush()
+
+    bucket_numel = _or_none(config.zero_optimization.stage3_prefetch_bucket_size)
+    if bucket_numel is not None:
+        shards = [unit.records.shard for unit in units]
+        pager.limit({s.key: s.nbytes for s in shards}, bucket_numel * types.storage.itemsize)
 
     hooks = Hooks(schedule)
     closing.callback(hooks.remove)
@@ -265,15 +286,43 @@ def _compute_dtype(config: Config, storage: torch.dtype, device: torch.device) -
 def _plan(
     config: Config, types: Types, scopes: Sequence[Scope], layouts: dict[Group, FlatLayout]
 ) -> Plan:
-    zero, host_memory = config.zero_optimization, config.tiering.host_memory
+    zero = config.zero_optimization
     sizes = [UnitSize(layout.shard_numel, group.trained) for group, layout in layouts.items()]
     return make_plan(
         ModelSize(sizes, _active_numel(scopes, layouts)),
         Tiers(Tier(zero.offload_param.device), Tier(zero.offload_optimizer.device)),
         ElementBytes(types.storage.itemsize, types.gradient.itemsize),
-        budget_bytes=None if host_memory == "auto" else host_memory,
-        sub_group_numel=None if zero.sub_group_size == "auto" else zero.sub_group_size,
+        _wishes(config),
     )
+
+
+def _wishes(config: Config) -> Wishes:
+    """What the config asks for; buffers without a size are none to go by."""
+    zero = config.zero_optimization
+    size = _or_none(zero.offload_param.buffer_size)
+    count = _or_none(zero.offload_param.buffer_count) or DEFAULT_BUFFERS
+    return Wishes(
+        budget_bytes=_or_none(config.tiering.host_memory),
+        sub_group_numel=_or_none(zero.sub_group_size),
+        weight_numel=None if size is None else size * count,
+        tile_tensors=_or_none(zero.offload_optimizer.buffer_count),
+        resident_numel=_or_none(zero.offload_param.max_in_cpu),
+    )
+
+
+def _or_none(value: int | Literal["auto"]) -> int | None:
+    return None if value == "auto" else value
+
+
+def _arena(plan: Plan) -> Arena:
+    """Take the memory; refuse if there is not that much."""
+    try:
+        return Arena(plan.arena_bytes)
+    except ConfigError as error:
+        raise ConfigError(
+            f"the arena: {error}. It is for:{sum_of(plan.terms)}\nSet tiering.host_memory to what "
+            "can be had, or move more to nvme"
+        ) from error
 
 
 def _active_numel(scopes: Sequence[Scope], layouts: dict[Group, FlatLayout]) -> int:
@@ -349,7 +398,7 @@ def _homes(config: Config, plan: Plan, drives: dict[_DriveKey, Drive]) -> Homes:
 
 
 def _kept(
-    records: Sequence[tuple[RecordSpec, Home]], shards: AbstractSet[str], room_bytes: int
+    records: Sequence[tuple[RecordSpec, Home]], shards: AbstractSet[str], plan: Plan
 ) -> list[str]:
     """The records of the drive that stay in the arena, as far as there is room: shards first.
 
@@ -357,10 +406,11 @@ def _kept(
     not there is waited for in the middle of the model.
     """
     kept: list[str] = []
-    for are_shards in (True, False):
+    room_bytes = plan.spare_bytes
+    for are_shards, most_bytes in ((True, plan.spare_weight_bytes), (False, plan.spare_bytes)):
         specs = [s for s, home in records if home.drive and (s.key in shards) is are_shards]
         sizes_bytes = [aligned_bytes(spec.nbytes) for spec in specs]
-        stay = stays(sizes_bytes, room_bytes=room_bytes)
+        stay = stays(sizes_bytes, room_bytes=min(room_bytes, most_bytes))
         kept += [spec.key for spec in compress(specs, stay)]
         room_bytes -= sum(compress(sizes_bytes, stay))
     return kept

@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Final, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -77,6 +77,9 @@ def _nvme_path(value: object) -> object:
     raise ValueError(f'must be a path, or {{"path": ..., "gb_per_s": ...}}, got {value!r}')
 
 
+DEFAULT_BUFFERS: Final = 5
+"""``offload_param.buffer_count`` where only the size is given."""
+
 Auto = Literal["auto"]
 Count = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
 Positive = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
@@ -100,11 +103,17 @@ class OffloadParam(_Section):
     pin_memory: bool = False
     """No effect: the arena is pinned where the machine allows it."""
     buffer_count: Positive | Auto = "auto"
-    """No effect: the arena is cut to the records' exact sizes."""
+    """With buffer_size: room for weights on their way. auto: 5, as DeepSpeed has it."""
     buffer_size: Positive | Auto = "auto"
-    """No effect, for the same reason; a parameter may be larger."""
+    """Elements. Where `tiering.host_memory` is auto, so many times buffer_count of the weights have
+    room on their way, and always as many as are needed at once; a parameter may be larger. auto:
+    as many as are needed.
+    """
     max_in_cpu: Count | Auto = "auto"
-    """No effect: weights stay in the arena as long as `tiering.host_memory` has room for them."""
+    """Most elements of weights that stay in the arena and are not read again. Where
+    `tiering.host_memory` is auto it grows by them; else they have what it leaves over. auto: all
+    that it leaves over.
+    """
 
 
 class OffloadOptimizer(_Section):
@@ -117,7 +126,9 @@ class OffloadOptimizer(_Section):
     pin_memory: bool = False
     """No effect: the arena is pinned where the machine allows it."""
     buffer_count: Positive | Auto = "auto"
-    """No effect: the arena is cut to the records' exact sizes."""
+    """Where `tiering.host_memory` is auto: tensors of a tile's size that have room on their way,
+    four a tile, and always as many as are needed.
+    """
     fast_init: bool = False
     """No effect: the state is always written tile by tile."""
     pipeline_read: bool = False
@@ -134,7 +145,7 @@ class ZeroOptimization(_Section):
     offload_param: OffloadParam = OffloadParam()
     offload_optimizer: OffloadOptimizer = OffloadOptimizer()
     sub_group_size: Positive | Auto = "auto"
-    """Most elements of one optimizer tile."""
+    """Most elements of one optimizer tile; 524,288 at most, since larger ones only take room."""
     contiguous_gradients: bool = True
     """No effect: gradients are always contiguous."""
     overlap_comm: bool | None = None
@@ -142,7 +153,9 @@ class ZeroOptimization(_Section):
     reduce_bucket_size: Positive | Auto = "auto"
     """No effect: gradients are reduced unit by unit."""
     stage3_prefetch_bucket_size: Count | Auto = "auto"
-    """No effect: prefetch goes as far ahead as the arena has room."""
+    """Elements of weights fetched ahead, the last unit whole; 0: none. auto: as far as there is
+    room.
+    """
     stage3_param_persistence_threshold: Count | Auto = "auto"
     """No effect: small parameters travel with their unit and cost no transfer of their own."""
     stage3_max_live_parameters: Positive | Auto = "auto"

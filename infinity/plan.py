@@ -15,10 +15,11 @@ from tiering.records import ALIGNMENT_BYTES, aligned_bytes
 from tiering.spec import Tier
 
 STATE_BYTES = 12  # master, exp_avg, exp_avg_sq of one element
-_TILE_NUMEL = 2**19  # a few tiles of 6 MiB keep a drive's queue full
+_TILE_NUMEL = 2**19  # a few tiles of 6 MiB keep a drive's queue full; larger ones only take room
 _LEAST_TILE_NUMEL = 2**14
 _TILES = 6  # one is updated, some are read, some written; more and smaller ones cost more turns
 _SHARDS = 2  # beside those in use: one is read ahead, one published
+_TENSORS_A_TILE = 4  # in DeepSpeed's counting: master, exp_avg, exp_avg_sq, gradient
 
 
 class UnitSize(NamedTuple):
@@ -50,6 +51,24 @@ class ElementBytes(NamedTuple):
     gradient_bytes: int
 
 
+class Wishes(NamedTuple):
+    """What the config says; None: what the plan finds right."""
+
+    budget_bytes: int | None = None
+    """``tiering.host_memory``."""
+    sub_group_numel: int | None = None
+    """``sub_group_size``."""
+    weight_numel: int | None = None
+    """``offload_param.buffer_count`` x ``buffer_size``: of weights on their way."""
+    tile_tensors: int | None = None
+    """``offload_optimizer.buffer_count``: tensors of a tile's size on their way."""
+    resident_numel: int | None = None
+    """``offload_param.max_in_cpu``: of weights that stay in the arena."""
+
+
+_NO_WISHES = Wishes()
+
+
 class Plan(NamedTuple):
     """The outcome."""
 
@@ -58,6 +77,8 @@ class Plan(NamedTuple):
     gradient_home: Tier
     spare_bytes: int
     """Of the arena, beyond what must be there: room for records that need not move; see `stays`."""
+    spare_weight_bytes: int
+    """Of these, at most, for weights."""
     terms: tuple[tuple[str, int], ...]
     """What the arena is for, and bytes, in the order of the sum."""
 
@@ -66,41 +87,51 @@ def make_plan(
     model: ModelSize,
     tiers: Tiers,
     element_bytes: ElementBytes,
-    *,
-    budget_bytes: int | None,
-    sub_group_numel: int | None,
+    wishes: Wishes = _NO_WISHES,
 ) -> Plan:
     """Choose the arena size, the tile size and the gradients' home.
+
+    A budget is all there is. Without one there is what must be in host memory at once, what else is
+    wished for, and no more.
 
     Args:
         model: its units.
         tiers: from the config.
         element_bytes: element sizes.
-        budget_bytes: ``tiering.host_memory``; None: what the sum says.
-        sub_group_numel: ``sub_group_size``; None: what the budget allows.
+        wishes: from the config.
 
     Raises:
         ConfigError: the budget is too small; shows the sum and the smallest budget that would do.
     """
-    sizes = _Sizes(model, tiers, element_bytes)
+    sizes, budget_bytes = _Sizes(model, tiers, element_bytes), wishes.budget_bytes
     gradient_home = Tier.DEVICE if tiers.tiles is Tier.DEVICE else Tier.HOST
-    most, least = _tile_bounds(model.units, sub_group_numel)
+    most, least = _tile_bounds(model.units, wishes.sub_group_numel)
     held = sizes.terms(most)
-    if budget_bytes is None or budget_bytes >= _total(held):
+    if budget_bytes is None:
+        held += sizes.wished(wishes, most)
+        resident = sizes.resident(wishes.resident_numel or 0)
+        arena_bytes = max(_total([*held, resident]), ALIGNMENT_BYTES)
+        terms = [*held, *([resident] if resident[1] else [])]
+        return Plan(arena_bytes, most, gradient_home, resident[1], resident[1], tuple(terms))
+    if budget_bytes >= _total(held):
         needed = max(_total(held), ALIGNMENT_BYTES)
-        arena_bytes = min(budget_bytes or needed, max(needed, sizes.everything(most)))
-        return Plan(arena_bytes, most, gradient_home, arena_bytes - needed, tuple(held))
+        arena_bytes = min(budget_bytes, max(needed, sizes.everything(most)))
+        spare_bytes = arena_bytes - needed
+        weight_bytes = spare_bytes
+        if wishes.resident_numel is not None:
+            weight_bytes = min(spare_bytes, sizes.resident(wishes.resident_numel)[1])
+        return Plan(arena_bytes, most, gradient_home, spare_bytes, weight_bytes, tuple(held))
     if tiers.tiles is not Tier.NVME:
         raise ConfigError(_too_small(held, budget_bytes))
     fitting = _fitting_tile(budget_bytes - _total(sizes.terms(0)))
     if fitting >= least:
-        return Plan(budget_bytes, fitting, gradient_home, 0, tuple(sizes.terms(fitting)))
+        return Plan(budget_bytes, fitting, gradient_home, 0, 0, tuple(sizes.terms(fitting)))
     fitting = _fitting_tile(budget_bytes - _total(sizes.terms(0, spilling=True)))
     if fitting < least:
         raise ConfigError(_too_small(sizes.terms(least, spilling=True), budget_bytes))
     tile_numel = min(most, fitting)
     held = sizes.terms(tile_numel, spilling=True)
-    return Plan(budget_bytes, tile_numel, Tier.NVME, 0, tuple(held))
+    return Plan(budget_bytes, tile_numel, Tier.NVME, 0, 0, tuple(held))
 
 
 def stays(sizes_bytes: Sequence[int], *, room_bytes: int) -> list[bool]:
@@ -127,10 +158,15 @@ def stays(sizes_bytes: Sequence[int], *, room_bytes: int) -> list[bool]:
     return chosen
 
 
+def sum_of(terms: Sequence[tuple[str, int]]) -> str:
+    """The terms of a plan, a line each."""
+    return "".join(f"\n  {nbytes:>16,} bytes  {what}" for what, nbytes in terms)
+
+
 def _tile_bounds(units: Sequence[UnitSize], sub_group_numel: int | None) -> tuple[int, int]:
     """The most and the fewest elements a tile may have."""
     largest = max((u.shard_numel for u in units), default=0)
-    most = min(sub_group_numel or _TILE_NUMEL, largest) // ALIGN_NUMEL * ALIGN_NUMEL
+    most = min(sub_group_numel or _TILE_NUMEL, _TILE_NUMEL, largest) // ALIGN_NUMEL * ALIGN_NUMEL
     most = max(most, ALIGN_NUMEL)
     return most, min(most, _LEAST_TILE_NUMEL)
 
@@ -171,12 +207,40 @@ class _Sizes:
         ]
         return _total(terms)
 
+    def wished(self, wishes: Wishes, tile_numel: int) -> list[_Term]:
+        """Room for what passes that the config asks for, beyond what must be there."""
+        terms = []
+        if self._tiers.shards is Tier.NVME and wishes.weight_numel is not None:
+            wanted = min(wishes.weight_numel * self._bytes.storage_bytes, self._all_shards())
+            more = wanted - _total(self._passing(Tiers(Tier.NVME, Tier.HOST), tile_numel))
+            if more > 0:
+                terms.append(("more buffers for weights, as configured", aligned_bytes(more)))
+        if self._tiers.tiles is Tier.NVME and wishes.tile_tensors is not None:
+            wanted = -(-wishes.tile_tensors // _TENSORS_A_TILE)
+            more = min(wanted, self._tile_count(tile_numel)) - _TILES
+            if more > 0:
+                tile = aligned_bytes(tile_numel * STATE_BYTES)
+                terms.append((f"{more} more tiles, as configured", more * tile))
+        return terms
+
+    def resident(self, numel: int) -> _Term:
+        """Weights of the drive that stay, so many at most."""
+        on_drive = self._tiers.shards is Tier.NVME
+        nbytes = min(numel * self._bytes.storage_bytes, self._all_shards() * on_drive)
+        return ("weights that stay, as configured", nbytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
+
+    def _all_shards(self) -> int:
+        return sum(self._shard_bytes(u) for u in self._model.units)
+
+    def _tile_count(self, tile_numel: int) -> int:
+        return sum(-(-u.shard_numel // tile_numel) for u in self._trained())
+
     def _kept_shards(self, home: Tier) -> list[_Term]:
         """Weights at home in the arena; one shard more, since new ones are written beside them."""
         if home is not Tier.HOST:
             return []
-        shards = [self._shard_bytes(u) for u in self._model.units]
-        return [("weights at home in the host", sum(shards) + max(shards, default=0))]
+        largest = max((self._shard_bytes(u) for u in self._model.units), default=0)
+        return [("weights at home in the host", self._all_shards() + largest)]
 
     def _kept_tiles(self, home: Tier, tile_numel: int) -> list[_Term]:
         """Optimizer state at home in the arena, tile by tile."""
@@ -231,9 +295,8 @@ def _total(terms: Sequence[_Term]) -> int:
 
 
 def _too_small(terms: Sequence[_Term], budget_bytes: int) -> str:
-    lines = "".join(f"\n  {nbytes:>16,} bytes  {what}" for what, nbytes in terms)
     return (
         f"tiering.host_memory is {budget_bytes:,} bytes, which cannot hold what must be in host "
-        f"memory at once:{lines}\n  {_total(terms):>16,} bytes  together: the smallest budget that "
-        "would do"
+        f"memory at once:{sum_of(terms)}\n  {_total(terms):>16,} bytes  together: the smallest "
+        "budget that would do"
     )

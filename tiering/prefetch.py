@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable, Iterator, Mapping
 
 from tiering.planner import plan_ahead
 from tiering.store import Lease, TieredStore
@@ -29,10 +30,21 @@ class Prefetcher:
     def __init__(self, store: TieredStore, *, near_bytes: int = _NEAR_BYTES) -> None:
         self._store = store
         self._near_bytes = near_bytes
+        self._limited: dict[str, int] = {}
+        self._limit_bytes: float = math.inf
         self._traces: dict[str, Trace] = {}
         self._passes: list[tuple[str, TraceCursor]] = []
         store.order_by(self.distance)
         store.refill_by(self.fetch)
+
+    def limit(self, sizes_bytes: Mapping[str, int], most_bytes: int) -> None:
+        """Read no more than so many bytes of these records ahead, the last of them whole.
+
+        Args:
+            sizes_bytes: by key.
+            most_bytes: of the next uses; 0 for none.
+        """
+        self._limited, self._limit_bytes = dict(sizes_bytes), most_bytes
 
     def begin(self, kind: str) -> None:
         """A pass of this kind starts; inside another, perhaps, which goes on after its `end`."""
@@ -96,7 +108,8 @@ class Prefetcher:
             self._store.drop_claims()
             return
         cursor = self._passes[-1][1]
-        window = list(itertools.islice(cursor.expected.upcoming(cursor.position), _WINDOW_USES))
+        upcoming = itertools.islice(cursor.expected.upcoming(cursor.position), _WINDOW_USES)
+        window = list(self._within_limit(upcoming))
         self._store.drop_claims(but={use.key for use in window})
         for use, away in plan_ahead(
             window,
@@ -106,3 +119,12 @@ class Prefetcher:
         ):
             if not self._store.prefetch(use, away):
                 break
+
+    def _within_limit(self, upcoming: Iterable[Use]) -> Iterator[Use]:
+        left_bytes = self._limit_bytes
+        for use in upcoming:
+            if use.access is Access.READ and use.key in self._limited:
+                if left_bytes <= 0:
+                    continue
+                left_bytes -= self._limited[use.key]
+            yield use

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.partition import ALIGN_NUMEL
-from infinity.plan import ElementBytes, ModelSize, Tiers, UnitSize, make_plan, stays
+from infinity.plan import ElementBytes, ModelSize, Tiers, UnitSize, Wishes, make_plan, stays
 from tiering.errors import ConfigError
 from tiering.spec import Tier
 
@@ -19,7 +19,7 @@ ALL_NVME = Tiers(Tier.NVME, Tier.NVME)
 
 def test_without_a_budget_the_arena_is_gradients_and_buffers() -> None:
     """Not the states: what passes through is counted a few times, gradients once."""
-    plan = make_plan(MODEL, ALL_NVME, BF16, budget_bytes=None, sub_group_numel=None)
+    plan = make_plan(MODEL, ALL_NVME, BF16)
     states = sum(14 * u.shard_numel for u in UNITS)
     assert plan.arena_bytes == sum(nbytes for _, nbytes in plan.terms)
     assert plan.arena_bytes < states / 3
@@ -28,21 +28,19 @@ def test_without_a_budget_the_arena_is_gradients_and_buffers() -> None:
 
 def test_a_smaller_budget_makes_smaller_tiles_then_spills_gradients_then_is_refused() -> None:
     """In this order; the error shows the sum and the smallest budget, which is accepted."""
-    whole = make_plan(MODEL, ALL_NVME, BF16, budget_bytes=None, sub_group_numel=None)
-    less = make_plan(
-        MODEL, ALL_NVME, BF16, budget_bytes=whole.arena_bytes - 2**23, sub_group_numel=None
-    )
+    whole = make_plan(MODEL, ALL_NVME, BF16)
+    less = make_plan(MODEL, ALL_NVME, BF16, Wishes(budget_bytes=whole.arena_bytes - 2**23))
     assert less.tile_numel < whole.tile_numel
     assert less.gradient_home is Tier.HOST
-    spilled = make_plan(MODEL, ALL_NVME, BF16, budget_bytes=2**25, sub_group_numel=None)
+    spilled = make_plan(MODEL, ALL_NVME, BF16, Wishes(budget_bytes=2**25))
     assert spilled.gradient_home is Tier.NVME
     assert spilled.tile_numel > 2**14  # what gradients leave free goes to tiles
     with pytest.raises(ConfigError, match="smallest budget that would do") as refused:
-        make_plan(MODEL, ALL_NVME, BF16, budget_bytes=2**20, sub_group_numel=None)
+        make_plan(MODEL, ALL_NVME, BF16, Wishes(budget_bytes=2**20))
     smallest = int(str(refused.value).splitlines()[-1].split()[0].replace(",", ""))
-    make_plan(MODEL, ALL_NVME, BF16, budget_bytes=smallest, sub_group_numel=None)
+    make_plan(MODEL, ALL_NVME, BF16, Wishes(budget_bytes=smallest))
     with pytest.raises(ConfigError):
-        make_plan(MODEL, ALL_NVME, BF16, budget_bytes=smallest - 1, sub_group_numel=None)
+        make_plan(MODEL, ALL_NVME, BF16, Wishes(budget_bytes=smallest - 1))
 
 
 @given(
@@ -58,7 +56,7 @@ def test_a_plan_never_exceeds_its_budget(
     model = ModelSize(units, active_numel=max(u.shard_numel for u in units))
     try:
         plan = make_plan(
-            model, ALL_NVME, BF16, budget_bytes=budget_bytes, sub_group_numel=sub_group
+            model, ALL_NVME, BF16, Wishes(budget_bytes=budget_bytes, sub_group_numel=sub_group)
         )
     except ConfigError:
         return
@@ -69,14 +67,10 @@ def test_a_plan_never_exceeds_its_budget(
 
 def test_everything_at_home_in_the_host_needs_room_for_everything() -> None:
     """cpu offload: weights, states and gradients are all in the arena."""
-    plan = make_plan(
-        MODEL, Tiers(Tier.HOST, Tier.HOST), BF16, budget_bytes=None, sub_group_numel=None
-    )
+    plan = make_plan(MODEL, Tiers(Tier.HOST, Tier.HOST), BF16, Wishes())
     assert plan.arena_bytes >= sum((16 if u.trained else 2) * u.shard_numel for u in UNITS)
     with pytest.raises(ConfigError, match="optimizer state at home in the host"):
-        make_plan(
-            MODEL, Tiers(Tier.HOST, Tier.HOST), BF16, budget_bytes=2**24, sub_group_numel=None
-        )
+        make_plan(MODEL, Tiers(Tier.HOST, Tier.HOST), BF16, Wishes(budget_bytes=2**24))
 
 
 @given(
@@ -101,11 +95,41 @@ def test_records_that_stay_fit_their_room_and_are_spread_evenly(
 
 def test_what_a_budget_leaves_over_is_room_for_records_that_stay() -> None:
     """All of it, and never more than the records that there are."""
-    needed = make_plan(MODEL, ALL_NVME, BF16, budget_bytes=None, sub_group_numel=None)
-    more = make_plan(
-        MODEL, ALL_NVME, BF16, budget_bytes=needed.arena_bytes + 10**7, sub_group_numel=None
-    )
+    needed = make_plan(MODEL, ALL_NVME, BF16)
+    more = make_plan(MODEL, ALL_NVME, BF16, Wishes(budget_bytes=needed.arena_bytes + 10**7))
     assert (needed.spare_bytes, more.spare_bytes) == (0, 10**7)
-    most = make_plan(MODEL, ALL_NVME, BF16, budget_bytes=10**12, sub_group_numel=None)
+    most = make_plan(MODEL, ALL_NVME, BF16, Wishes(budget_bytes=10**12))
     states = sum((14 if u.trained else 2) * u.shard_numel for u in UNITS)
     assert states <= most.spare_bytes < 1.2 * states
+
+
+def test_buffers_that_a_config_asks_for_are_had_where_no_budget_is_given() -> None:
+    """Beside what must be there, never instead of it, and never more than there is to hold."""
+    least = make_plan(MODEL, ALL_NVME, BF16)
+    weights_bytes = sum(2 * u.shard_numel for u in UNITS)
+    few = make_plan(MODEL, ALL_NVME, BF16, Wishes(weight_numel=1000, tile_tensors=4))
+    assert few == least
+    more = make_plan(MODEL, ALL_NVME, BF16, Wishes(weight_numel=15 * 2**20))
+    extra_bytes = more.arena_bytes - least.arena_bytes  # three shards of five must be there
+    assert 2 * 6 * 2**20 - 2**17 < extra_bytes <= 2 * 6 * 2**20
+    most = make_plan(MODEL, ALL_NVME, BF16, Wishes(weight_numel=5 * 10**8, tile_tensors=10**6))
+    states_bytes = sum(12 * u.shard_numel for u in UNITS if u.trained)
+    assert most.arena_bytes <= least.arena_bytes + weights_bytes + states_bytes
+    budget = least.arena_bytes + 2**20
+    given = make_plan(MODEL, ALL_NVME, BF16, Wishes(budget_bytes=budget, weight_numel=10**9))
+    assert given.arena_bytes == budget
+    assert all(p.arena_bytes == sum(n for _, n in p.terms) for p in (least, few, more, most))
+
+
+def test_weights_that_stay_are_as_many_as_the_config_says() -> None:
+    """They come on top where no budget is given, and out of what a budget leaves over else."""
+    least = make_plan(MODEL, ALL_NVME, BF16)
+    some = make_plan(MODEL, ALL_NVME, BF16, Wishes(resident_numel=2**20))
+    assert some.arena_bytes == least.arena_bytes + 2**21
+    assert (some.spare_bytes, some.spare_weight_bytes) == (2**21, 2**21)
+    every = make_plan(MODEL, ALL_NVME, BF16, Wishes(resident_numel=10**9))
+    assert every.spare_weight_bytes == sum(2 * u.shard_numel for u in UNITS)
+    for resident_numel, weight_bytes in ((None, 2**24), (0, 0), (2**20, 2**21), (10**9, 2**24)):
+        wishes = Wishes(budget_bytes=least.arena_bytes + 2**24, resident_numel=resident_numel)
+        plan = make_plan(MODEL, ALL_NVME, BF16, wishes)
+        assert (plan.spare_bytes, plan.spare_weight_bytes) == (2**24, weight_bytes)

@@ -22,6 +22,7 @@ from typing import Final, Protocol, TypeAlias
 
 from cffi import FFI
 
+from tiering.aio.headroom import headroom, reserved_huge_bytes
 from tiering.aio.native import ffi, lib, loader_message
 from tiering.aio.pages import PageKind, PageReport, PagesWanted, report_on
 from tiering.errors import ConfigError
@@ -136,6 +137,12 @@ class PinnedMemory:
             raise ConfigError(f"pages must be auto or small, got {pages!r}")
         if nbytes <= 0:
             raise ConfigError(f"memory needs a positive size, got {nbytes} bytes")
+        left = headroom()
+        if left and nbytes > max(left.nbytes, reserved_huge_bytes()):
+            raise ConfigError(
+                f"cannot have {nbytes} bytes ({nbytes / 2**30:.2f} GiB) of memory: {left.nbytes} "
+                f"bytes are {left.limit}; ask for less"
+            )
         try:
             self._pages = map_pages(nbytes, pages)
         except (OSError, OverflowError) as error:
