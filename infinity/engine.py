@@ -25,6 +25,7 @@ from infinity.assembly import OptimizerGroups, Parts, assemble
 from infinity.config import Batch, Config
 from infinity.optimizer import PagedAdam
 from infinity.schedule import Schedule
+from infinity.trace_file import read_traces, write_traces
 from tiering.aio import Faults
 from tiering.errors import EngineClosedError, TieringWarning
 from tiering.volumes import VolumeStats
@@ -90,6 +91,7 @@ class InfinityEngine:
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._micro_steps = 0
+        self._cycle = ""  # the kind of training pass under way, or the last one
         self._told_unmanaged: set[str] = set()
         closing = ExitStack()
         try:
@@ -118,14 +120,14 @@ class InfinityEngine:
     forward = __call__
 
     def _train(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        if not self._parts.pager.is_under_way("train"):
-            self._parts.pager.begin("train")
+        if not self._parts.pager.is_under_way(self._cycle):
+            self._begin_cycle()
         with self._forward(), self._parts.hooks.saving():
             return self.module(*args, **kwargs)
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         pager = self._parts.pager
-        self.optimizer.settle()
+        self._settle()
         pager.begin("eval")
         try:
             with self._forward():
@@ -134,6 +136,17 @@ class InfinityEngine:
         finally:
             pager.abandon("eval")  # if it has not ended
         return output
+
+    def _begin_cycle(self) -> None:
+        """Start a pass; those with updates in their forward use other records than those without."""
+        self._cycle = "train" if self.optimizer.is_due else "train, up to date"
+        self._parts.pager.begin(self._cycle)
+
+    def _settle(self) -> None:
+        """Make the updates now. A cycle that has not begun by then is one without them."""
+        self.optimizer.settle()
+        if not self._micro_steps:
+            self._parts.pager.abandon(self._cycle)
 
     @contextmanager
     def _forward(self) -> Iterator[None]:
@@ -188,11 +201,11 @@ class InfinityEngine:
             self.optimizer.step()
             self._micro_steps = 0
             self.global_steps += 1
-            self._parts.pager.end("train")
+            self._parts.pager.end(self._cycle)
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
             self._parts.store.raise_failed_writes()
-            self._parts.pager.begin("train")  # so that reading goes on until the next forward
+            self._begin_cycle()  # so that reading goes on until the next forward
             self._parts.pager.advance()
 
     def _warn_of_unmanaged(self) -> None:
@@ -285,6 +298,27 @@ class InfinityEngine:
     def _volumes(self) -> list[VolumeStats]:
         return [volume for drive in self._parts.drives for volume in drive.tier.volumes()]
 
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write down in which order training and evaluation use what is paged.
+
+        Args:
+            path: of the file; `load_trace` in a later run reads it.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        with self._in_use():
+            write_traces(path, self._parts.pager.traces, self._parts.store.sizes_bytes())
+
+    def load_trace(self, path: str | os.PathLike[str]) -> None:
+        """Fetch ahead from the first step on, by the order that another run has written down.
+
+        Raises:
+            ConfigError: it cannot be read, or is of another model or plan.
+        """
+        with self._in_use():
+            self._parts.pager.adopt(read_traces(path, self._parts.store.sizes_bytes()))
+
     def flush(self) -> None:
         """Write everything that is newer in memory to the drive, and wait until it is written.
 
@@ -293,7 +327,7 @@ class InfinityEngine:
         """
         with self._in_use():
             self._parts.schedule.reset()
-            self.optimizer.settle()
+            self._settle()
             self._parts.store.flush()
 
     def close(self) -> None:

@@ -157,6 +157,11 @@ class PagedAdam(torch.optim.Optimizer):
             )
 
     @property
+    def is_due(self) -> bool:
+        """Whether any unit has its update still before it."""
+        return bool(self._due)
+
+    @property
     def has_gradients(self) -> bool:
         """Whether any parameter got a gradient in this cycle."""
         return any(gradients.arrived for gradients in self._gradients)

@@ -46,6 +46,15 @@ class Prefetcher:
         """
         self._limited, self._limit_bytes = dict(sizes_bytes), most_bytes
 
+    @property
+    def traces(self) -> Mapping[str, Trace]:
+        """What is known of each kind of pass."""
+        return dict(self._traces)
+
+    def adopt(self, traces: Mapping[str, Trace]) -> None:
+        """Know these kinds of passes, from the next one of each on."""
+        self._traces.update(traces)
+
     def begin(self, kind: str) -> None:
         """A pass of this kind starts; inside another, perhaps, which goes on after its `end`."""
         self._passes.append((kind, TraceCursor(self._traces.get(kind))))

@@ -403,6 +403,10 @@ class TieredStore:
         """Where the record's newest bytes are."""
         return self._entry(key).state
 
+    def sizes_bytes(self) -> dict[str, int]:
+        """Of all records, by key."""
+        return {key: entry.spec.nbytes for key, entry in self._entries.items()}
+
     def holding(self, use: Use) -> Holding:
         """What the arena holds for this use of a record, or would have to give."""
         entry = self._entry(use.key)

@@ -1,0 +1,129 @@
+"""What memory is left is asked before it is taken, of the machine and of its control groups."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tiering.aio import PinnedMemory
+from tiering.aio.headroom import headroom, reserved_huge_bytes
+from tiering.errors import ConfigError
+
+MEMINFO = "MemTotal: 900 kB\nMemAvailable: 500 kB\nHugePages_Free: 3\nHugepagesize: 2048 kB\n"
+
+
+def tree(root: Path, files: dict[str, str]) -> Path:
+    """These files under a root."""
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_the_machine_says_what_is_available(tmp_path: Path) -> None:
+    """Reserved huge pages are apart from that."""
+    left = headroom(tree(tmp_path, {"proc/meminfo": MEMINFO}))
+    assert left is not None
+    assert left.nbytes == 500 * 1024
+    assert reserved_huge_bytes(tmp_path) == 3 * 2048 * 1024
+
+
+def test_nothing_is_known_where_the_kernel_does_not_say(tmp_path: Path) -> None:
+    assert headroom(tmp_path) is None
+    assert reserved_huge_bytes(tmp_path) == 0
+
+
+def test_the_tightest_group_above_the_process_counts(tmp_path: Path) -> None:
+    """Version 2: a limit of a parent holds too, the word max is none, dropped cache is free."""
+    top = "sys/fs/cgroup/jobs"
+    files = {
+        "proc/meminfo": MEMINFO,
+        "proc/self/cgroup": "0::/jobs/mine\n",
+        f"{top}/memory.max": "300000\n",
+        f"{top}/memory.current": "200000\n",
+        f"{top}/memory.stat": "anon 5\ninactive_file 50000\n",
+        f"{top}/mine/memory.max": "max\n",
+        f"{top}/mine/memory.current": "100\n",
+    }
+    left = headroom(tree(tmp_path, files))
+    assert left is not None
+    assert left.nbytes == 150_000
+    assert "300000 bytes of control group" in left.limit
+
+
+def test_groups_of_the_first_version_count_too(tmp_path: Path) -> None:
+    """A group that is over its limit leaves nothing."""
+    top = "sys/fs/cgroup/memory/mine"
+    files = {
+        "proc/meminfo": MEMINFO,
+        "proc/self/cgroup": "5:cpu:/\n4:memory:/mine\n0::/\n",
+        f"{top}/memory.limit_in_bytes": "1000",
+        f"{top}/memory.usage_in_bytes": "1500",
+        f"{top}/memory.stat": "total_inactive_file 100",
+    }
+    left = headroom(tree(tmp_path, files))
+    assert left is not None
+    assert left.nbytes == 0
+
+
+def test_more_than_the_machine_has_is_refused_with_what_it_has() -> None:
+    """Before anything is taken: Linux would promise it and kill somebody."""
+    left = headroom()
+    assert left is not None
+    with pytest.raises(ConfigError, match=r"cannot have .* bytes are .*; ask for less"):
+        PinnedMemory(left.nbytes + 2**30)
+
+
+def test_a_process_in_a_small_control_group_is_refused_and_lives_on() -> None:
+    """Really: 128 MiB, of which 512 are asked."""
+    group = _memory_group(f"zero-infinity-{os.getpid()}")
+    if group is None:
+        pytest.skip("needs a memory control group of its own, which takes root")
+    folder, limit = group
+    script = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from tiering.aio import PinnedMemory\n"
+        "from tiering.errors import ConfigError\n"
+        "Path(sys.argv[1], 'cgroup.procs').write_text('0')\n"
+        "try:\n"
+        "    PinnedMemory(2**29)\n"
+        "except ConfigError as error:\n"
+        "    print(error)\n"
+        "print(len(PinnedMemory(2**20).buffer()))\n"
+    )
+    try:
+        (folder / limit).write_text(str(2**27))
+        ran = subprocess.run(
+            [sys.executable, "-c", script, str(folder)],
+            cwd=Path(__file__).parents[2],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+    finally:
+        folder.rmdir()
+    refusal, lived_on = ran.stdout.splitlines()
+    assert f"of the {2**27} bytes of control group" in refusal
+    assert lived_on == str(2**20)
+
+
+def _memory_group(name: str) -> tuple[Path, str] | None:
+    """A fresh control group for memory, and the name of its limit; None where we may have none."""
+    for top, limit in (
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
+        ("/sys/fs/cgroup", "memory.max"),
+    ):
+        folder = Path(top) / name
+        try:
+            folder.mkdir()
+        except OSError:
+            continue
+        if (folder / limit).exists():
+            return folder, limit
+        folder.rmdir()
+    return None
