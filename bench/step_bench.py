@@ -7,6 +7,7 @@ and 143, interrupted or terminated, with everything cleaned up.
 from __future__ import annotations
 
 import argparse
+import math
 import signal
 import sys
 import warnings
@@ -141,6 +142,7 @@ def _training(options: argparse.Namespace) -> Training:
         fused=options.fused,
         compute_dtype=options.compute_dtype,
         threads=options.threads,
+        clipping=options.clipping,
     )
 
 
@@ -180,6 +182,9 @@ def _plan(options: argparse.Namespace) -> Plan:
 
 def _ours(options: argparse.Namespace) -> tuple[Ours, ...]:
     """Our engine, once for each budget."""
+    early: bool = options.update_in_backward
+    if early and options.clipping:
+        raise ConfigError("--update-in-backward needs --clipping 0: a norm is of all gradients")
     if options.device != "nvme":
         if options.budgets or options.plot:
             raise ConfigError("--budgets and --plot need --device nvme: only there budgets differ")
@@ -187,10 +192,10 @@ def _ours(options: argparse.Namespace) -> tuple[Ours, ...]:
             return (Ours(),)
         budget = options.host_memory
         nbytes = None if budget is None else _budget_bytes(budget, _shape(options))
-        return (Ours("ours cpu", "cpu", nbytes),)
+        return (Ours("ours cpu", "cpu", nbytes, early),)
     budgets = options.budgets or (options.host_memory or Fraction(_BUDGET),)
     return tuple(
-        Ours(f"ours {_budget_name(budget)}", "nvme", _budget_bytes(budget, _shape(options)))
+        Ours(f"ours {_budget_name(budget)}", "nvme", _budget_bytes(budget, _shape(options)), early)
         for budget in budgets
     )
 
@@ -255,6 +260,12 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     ):
         group.add_argument(f"--{name}", type=_count, help=f"{what}, instead of the size's")
     group.add_argument("--batch", type=_count, default=1, help="windows a step (default: 1)")
+    group.add_argument(
+        "--clipping",
+        type=_norm,
+        default=1.0,
+        help="largest norm of the gradients; 0: not clipped (default: 1.0)",
+    )
     group.add_argument("--seed", type=_whole, default=0, help="of weights and data (default: 0)")
     group.add_argument(
         "--threads", type=_whole, default=0, help="torch computes with (default: its own choice)"
@@ -293,6 +304,11 @@ def _add_ours(group: argparse._ArgumentGroup) -> None:
         type=_budgets,
         metavar="LIST",
         help="several of them, separated by commas, to sweep: 1/8,1/4,1/2,1",
+    )
+    group.add_argument(
+        "--update-in-backward",
+        action="store_true",
+        help="update half of the model under backward; needs --clipping 0",
     )
 
 
@@ -350,6 +366,14 @@ def _add_reports(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw the budgets' times and bytes (matplotlib)"
     )
+
+
+def _norm(text: str) -> float:
+    """A number of 0 or more."""
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be 0 or more, got {text!r}")
+    return value
 
 
 def _whole(text: str) -> int:

@@ -40,6 +40,7 @@ from infinity.plan import (
     make_plan,
     stays,
     sum_of,
+    updated_early,
 )
 from infinity.schedule import Closed, Schedule
 from infinity.scopes import Group, Scope, find_scopes
@@ -163,7 +164,10 @@ def assemble(
         )
         for number, (group, layout) in enumerate(zip(parts, layouts, strict=True))
     ]
-    gradients = {u: UnitGradients(u, pager, comm) for u in units if u.records.tiles}
+    early = frozenset(compress(units, _early(config, parts, layouts)))
+    gradients = {
+        u: UnitGradients(u, pager, comm, early=u in early) for u in units if u.records.tiles
+    }
     adam = PagedAdam(
         *optimizer,
         gradients=list(gradients.values()),
@@ -172,7 +176,9 @@ def assemble(
     )
     adam.register_step_pre_hook(lambda *_: schedule.reset())  # whoever calls for the step
     homes = _homes(config, plan, drives)
-    records = [record for unit in units for record in unit.records.homes(homes)]
+    # Gradients of early units may pile up where backward takes another order: on the drive then.
+    spilling = homes._replace(gradients=homes.tiles)
+    records = [r for u in units for r in u.records.homes(spilling if u in early else homes)]
     _require_space(records)
     for spec, home in records:
         store.create(spec, home.tier, drive=home.drive)
@@ -287,12 +293,27 @@ def _plan(
     config: Config, types: Types, scopes: Sequence[Scope], layouts: dict[Group, FlatLayout]
 ) -> Plan:
     zero = config.zero_optimization
-    sizes = [UnitSize(layout.shard_numel, group.trained) for group, layout in layouts.items()]
+    early = _early(config, list(layouts), list(layouts.values()))
+    sizes = [
+        UnitSize(layout.shard_numel, group.trained, is_early)
+        for (group, layout), is_early in zip(layouts.items(), early, strict=True)
+    ]
     return make_plan(
         ModelSize(sizes, _active_numel(scopes, layouts)),
         Tiers(Tier(zero.offload_param.device), Tier(zero.offload_optimizer.device)),
         ElementBytes(types.storage.itemsize, types.gradient.itemsize),
         _wishes(config),
+    )
+
+
+def _early(
+    config: Config, groups: Sequence[Group], layouts: Sequence[FlatLayout]
+) -> Sequence[bool]:
+    """Which groups are updated under backward."""
+    if not config.tiering.update_in_backward:
+        return [False] * len(groups)
+    return updated_early(
+        [layout.shard_numel * g.trained for g, layout in zip(groups, layouts, strict=True)]
     )
 
 

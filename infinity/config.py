@@ -303,6 +303,12 @@ class Tiering(_Section):
     """Folders on several drives, over which everything on NVMe is spread in proportion to their
     speeds: paths, or objects with ``path`` and ``gb_per_s``. They take the place of ``nvme_path``.
     """
+    update_in_backward: bool = False
+    """True: the later half of the model is updated under backward, each unit as soon as its
+    gradients are complete, so that the drive works in backward as it does in forward. For training
+    without clipping whose loop always steps after backward: what an update does (rates, decay) is
+    settled by then, and `zero_grad` or a change of it before the step is an error.
+    """
     max_unit_numel: Positive = 2**28
     """A list element larger than this is split into units at its children."""
 
@@ -344,6 +350,15 @@ class Config(_Section):
             hint = next((f" (its sibling has {p!r})" for p in paths.values()), "")
             keys = " and ".join(f"{name}.nvme_path" for name in missing)
             raise ValueError(f"device is nvme, so {keys} must name a folder on the drive{hint}")
+        return self
+
+    @model_validator(mode="after")
+    def _early_updates_need_no_norm(self) -> Config:
+        if self.tiering.update_in_backward and self.gradient_clipping not in (0, "auto"):
+            raise ValueError(
+                f"gradient_clipping is {self.gradient_clipping}, which needs all gradients before "
+                "the first update; so tiering.update_in_backward must be false, or clipping 0"
+            )
         return self
 
     def nvme_paths(self, section: OffloadParam | OffloadOptimizer) -> dict[str, float | None]:

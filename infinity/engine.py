@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from infinity.assembly import OptimizerGroups, Parts, assemble
 from infinity.config import Batch, Config
+from infinity.gradients import UnitGradients
 from infinity.optimizer import PagedAdam
 from infinity.schedule import Schedule
 from infinity.trace_file import read_traces, write_traces
@@ -99,6 +100,7 @@ class InfinityEngine:
         except BaseException:
             closing.close()
             raise
+        self._parts.schedule.complete_by(_weakly(self._update_early))
         self._finalizer = weakref.finalize(self, _close_in_parent, self._pid, closing)
         os.register_at_fork(after_in_child=_forsaking(self._parts.schedule))
         self._initial = self._volumes()
@@ -138,7 +140,7 @@ class InfinityEngine:
         return output
 
     def _begin_cycle(self) -> None:
-        """Start a pass; those with updates in their forward use other records than those without."""
+        """Start a pass; one with updates in its forward uses other records than one without."""
         self._cycle = "train" if self.optimizer.is_due else "train, up to date"
         self._parts.pager.begin(self._cycle)
 
@@ -173,6 +175,11 @@ class InfinityEngine:
                 self._parts.schedule.backward_ran = False
             self._micro_steps += 1
             return loss
+
+    def _update_early(self, gradients: UnitGradients) -> None:
+        """A unit has its gradients of this micro-batch."""
+        if (self._micro_steps + 1) % self.batch.accumulation == 0:
+            self.optimizer.update_early(gradients)
 
     def _count_plain_backward(self) -> None:
         """A ``loss.backward()`` of the user's since the last call counts as a micro-batch."""
@@ -372,6 +379,18 @@ def _since(before: VolumeStats, now: VolumeStats) -> VolumeStats:
         read_bytes=now.read_bytes - before.read_bytes,
         written_bytes=now.written_bytes - before.written_bytes,
     )
+
+
+def _weakly(method: Callable[[UnitGradients], None]) -> Callable[[UnitGradients], None]:
+    """Calls a method without keeping its object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(gradients: UnitGradients) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(gradients)
+
+    return call
 
 
 def _close_in_parent(pid: int, closing: ExitStack) -> None:

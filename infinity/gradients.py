@@ -31,14 +31,20 @@ class UnitGradients:
     Args:
         unit: whose.
         pager: leases the record.
+        early: whether they are used under backward.
     """
 
-    def __init__(self, unit: Unit, pager: Prefetcher, comm: Communicator) -> None:
+    def __init__(
+        self, unit: Unit, pager: Prefetcher, comm: Communicator, *, early: bool = False
+    ) -> None:
         self.unit = unit
+        self.early = early
         self.arrived: set[int] = set()
         """Parameters that got a gradient in this cycle, by index."""
         self.square_sum = 0.0
         """Of the own part of all that came in this cycle; valid after `close`."""
+        self.is_spent = False
+        """Whether the update has been made, and the cycle has not ended."""
         self._seen: set[int] = set()  # in this backward pass
         self._pager = pager
         self._comm = comm
@@ -52,7 +58,16 @@ class UnitGradients:
         Args:
             index: which parameter of the unit.
             gradient: its shape, any floating type and layout.
+
+        Raises:
+            RuntimeError: the unit was updated under this very backward, or the one before.
         """
+        if self.is_spent:
+            raise RuntimeError(
+                f"parameter {self.unit.names[index]!r} got a gradient after its unit was updated: "
+                "backward ran twice before a step, or visits the parameter more than once; set "
+                "tiering.update_in_backward to false"
+            )
         whole = self._open()
         place = self.unit.layout.parameters[index]
         target = whole[place.start : place.stop].view(gradient.shape)

@@ -16,6 +16,9 @@ state of later units while earlier ones compute, a new shard is used from the ar
 have to be read again, and the order of the update is that of the forward, whatever it is. Nobody
 can see an old weight: every use of a unit goes through `Unit.gather`, which settles it first.
 
+Where that was asked for, some units are updated earlier: under backward, when their gradients are
+complete. Then the drive has work in both passes, and those gradients need no room until the step.
+
 What would break it: changing a gradient record between the step and the update. `UnitGradients`
 settles the unit before it opens the record for the next cycle. Losing an update, or making it
 twice: it is due until its last tile is done, and one that is interrupted in between tears the
@@ -27,9 +30,9 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import nn
@@ -37,11 +40,13 @@ from torch import nn
 from infinity.adam import AdamSettings, AdamState, adam_step
 from infinity.gradients import UnitGradients
 from infinity.partition import Extent
-from infinity.unit import Unit
+from infinity.unit import Unit, UnitState
 from tiering.errors import ConfigError, EngineClosedError
 from tiering.prefetch import Prefetcher
 from tiering.store import Lease
 from tiering.trace import Access
+
+Settings: TypeAlias = Mapping[nn.Parameter, AdamSettings]
 
 
 class Run(NamedTuple):
@@ -92,6 +97,7 @@ class PagedAdam(torch.optim.Optimizer):
         self._steps: dict[nn.Parameter, int] = {}
         self._pid = os.getpid()
         self._due: dict[Unit, Decision] = {}  # decided and not made yet
+        self._made_early: dict[UnitGradients, Settings] = {}  # in this cycle
         self._scratch: torch.Tensor | None = None
         self.torn = ""
         """Why weights and states are of different steps; empty when they are not."""
@@ -105,6 +111,8 @@ class PagedAdam(torch.optim.Optimizer):
         Raises:
             ValueError: a closure was given; the forward belongs to the engine.
             EngineClosedError: an earlier update is torn.
+            RuntimeError: rates or other settings were changed after some units were updated under
+                backward; the engine goes on no more.
         """
         self.refuse_if_torn()
         if closure is not None:
@@ -112,8 +120,9 @@ class PagedAdam(torch.optim.Optimizer):
                 "a closure is not supported; call engine(...), engine.backward(...), engine.step()"
             )
         active = [g for g in self._gradients if g.arrived]
-        scale = self._clip_scale(active)
         settings = self._settings()
+        scale = self._clip_scale([*active, *self._made_early])
+        self._end_early(settings)
         self.settle()
         try:
             for gradients in active:
@@ -122,6 +131,40 @@ class PagedAdam(torch.optim.Optimizer):
             self.torn = f"a step was interrupted by {error!r}"
             raise
         self._opt_called = True  # torch's schedulers ask for it
+
+    @torch.no_grad()
+    def update_early(self, gradients: UnitGradients) -> None:
+        """Update a unit under backward if it is one of those; its gradients are complete.
+
+        Raises:
+            TransferError: the drive failed; the state is torn then.
+        """
+        unit = gradients.unit
+        if not gradients.early or unit.state is UnitState.PRESENT:
+            return  # one that is still being looked at waits for the step
+        self.refuse_if_torn()
+        settings = self._settings()
+        gradients.is_spent = True
+        self._made_early[gradients] = settings
+        with torch.inference_mode(mode=False):
+            self._decide(gradients, settings, 1.0)
+            unit.settle()
+
+    def _end_early(self, settings: Settings) -> None:
+        """The step has come for what was updated before it."""
+        made, self._made_early = self._made_early, {}
+        for gradients, used in made.items():
+            gradients.is_spent = False
+            if any(used.get(p) != settings.get(p) for p in gradients.unit.parameters):
+                self.torn = (
+                    "the optimizer's settings were changed after backward, when the unit of "
+                    f"{gradients.unit.names[0]!r} had been updated by the old ones"
+                )
+        if self.torn:
+            raise RuntimeError(
+                f"{self.torn}; change them before backward, or set tiering.update_in_backward to "
+                "false"
+            )
 
     def settle(self) -> None:
         """Make every update that was decided and not made yet.
@@ -164,11 +207,20 @@ class PagedAdam(torch.optim.Optimizer):
     @property
     def has_gradients(self) -> bool:
         """Whether any parameter got a gradient in this cycle."""
-        return any(gradients.arrived for gradients in self._gradients)
+        return bool(self._made_early) or any(g.arrived for g in self._gradients)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
-        """Forget the gradients of this cycle."""
+        """Forget the gradients of this cycle.
+
+        Raises:
+            RuntimeError: some of them were used already, under backward.
+        """
         del set_to_none
+        if self._made_early:
+            raise RuntimeError(
+                "a part of the model was updated under backward, so these gradients can't be "
+                "forgotten; call step(), or set tiering.update_in_backward to false"
+            )
         for gradients in self._gradients:
             gradients.discard()
 
@@ -195,7 +247,7 @@ class PagedAdam(torch.optim.Optimizer):
         scale = self._max_norm / (self.global_grad_norm + 1e-6)
         return min(scale, 1.0)  # a norm that is not a number stays one, as in torch
 
-    def _settings(self) -> dict[nn.Parameter, AdamSettings]:
+    def _settings(self) -> Settings:
         settings = {}
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
@@ -208,9 +260,7 @@ class PagedAdam(torch.optim.Optimizer):
 
     # -- unit by unit, tile by tile
 
-    def _decide(
-        self, gradients: UnitGradients, settings: dict[nn.Parameter, AdamSettings], scale: float
-    ) -> None:
+    def _decide(self, gradients: UnitGradients, settings: Settings, scale: float) -> None:
         unit = gradients.unit
         updated = frozenset(i for i in gradients.take() if unit.parameters[i] in settings)
         for index in updated:
@@ -262,7 +312,7 @@ class PagedAdam(torch.optim.Optimizer):
         unit: Unit,
         updated: AbstractSet[int],
         tile: Extent,
-        settings: dict[nn.Parameter, AdamSettings],
+        settings: Settings,
     ) -> Iterator[Run]:
         """The tile's updated elements, neighbours with equal step and settings as one."""
         current = None

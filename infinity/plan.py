@@ -27,6 +27,8 @@ class UnitSize(NamedTuple):
 
     shard_numel: int
     trained: bool
+    early: bool = False
+    """Updated under backward: its gradients need not wait for the step."""
 
 
 class ModelSize(NamedTuple):
@@ -132,6 +134,22 @@ def make_plan(
     tile_numel = min(most, fitting)
     held = sizes.terms(tile_numel, spilling=True)
     return Plan(budget_bytes, tile_numel, Tier.NVME, 0, 0, tuple(held))
+
+
+def updated_early(trained_numel: Sequence[int]) -> list[bool]:
+    """Choose the units that are updated under backward: the later half, which it reaches first.
+
+    So that the drive has as much to do in backward as in forward.
+
+    Args:
+        trained_numel: elements of each unit in the order of the model; 0 where it is frozen.
+    """
+    left = sum(trained_numel) / 2
+    chosen: list[bool] = []
+    for numel in reversed(trained_numel):
+        chosen.append(numel > 0 and left >= numel / 2)
+        left -= numel
+    return chosen[::-1]
 
 
 def stays(sizes_bytes: Sequence[int], *, room_bytes: int) -> list[bool]:
@@ -256,10 +274,15 @@ class _Sizes:
         return [("optimizer state at home in the host", state)]
 
     def _gradients(self, tiles_home: Tier) -> list[_Term]:
-        """All gradients, unless they stay on the device beside the optimizer state."""
+        """All gradients, unless they stay on the device beside the optimizer state.
+
+        Of units that are updated early there are two at most: one complete, one being produced.
+        """
         if tiles_home is Tier.DEVICE:
             return []
-        return [("gradients", sum(self._gradient_bytes(u) for u in self._trained()))]
+        waiting = [self._gradient_bytes(u) for u in self._trained() if not u.early]
+        early = sorted(self._gradient_bytes(u) for u in self._trained() if u.early)
+        return [("gradients", sum(waiting) + sum(early[-2:]))]
 
     def _spilled_gradients(self) -> list[_Term]:
         """One produced, one on its way to or from the drive."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NoReturn
 
 import torch
@@ -48,6 +48,11 @@ class Schedule:
         self._present: dict[Unit, int] = {}  # and where their flat buffers start
         self._at: dict[int, Unit] = {}  # the same, the other way round
         self._told_of_gradients = False
+        self._complete: Callable[[UnitGradients], None] = lambda _gradients: None
+
+    def complete_by(self, complete: Callable[[UnitGradients], None]) -> None:
+        """Call this when a unit has got all its gradients of a backward pass."""
+        self._complete = complete
 
     def manage(self, units: Iterable[Unit], gradients: Mapping[Unit, UnitGradients]) -> None:
         """Take charge of these units."""
@@ -120,6 +125,7 @@ class Schedule:
         if gradients.is_complete:
             gradients.close()
             self._release_if_idle(unit)
+            self._complete(gradients)
             self._pager.advance()
 
     def _begin_backward(self) -> None:

@@ -46,7 +46,8 @@ class Plain(Trainer):
         for master, stored in zip(self._master, self._stored, strict=True):
             if stored.grad is not None:
                 master.grad, stored.grad = stored.grad.float(), None
-        torch.nn.utils.clip_grad_norm_(self._master, self._max_norm)
+        if self._max_norm:
+            torch.nn.utils.clip_grad_norm_(self._master, self._max_norm)
         self._optimizer.step()
         self._optimizer.zero_grad()
         for master, stored in zip(self._master, self._stored, strict=True):

@@ -28,7 +28,6 @@ STATE_BYTES: Final = 14
 """Of a parameter: weight as stored, master weight and moments."""
 
 _PARTS: Final = 6  # of a model, at least, that DeepSpeed handles one after another
-_CLIPPING: Final = 1.0
 _SAID_LINES: Final = 12  # of a child that failed
 _PACKAGE: Final = Path(__file__).resolve().parent.parent
 _ADAM: Final[Json] = {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
@@ -46,6 +45,7 @@ class Ours:
         name: in tables.
         device: home of weights and states.
         host_memory_bytes: budget of the arena; None: the engine's choice.
+        updates_in_backward: whether half of the model is updated there.
         module: that the child runs.
         python: that runs it; None: the one we are in.
     """
@@ -53,6 +53,7 @@ class Ours:
     name: str = IN_MEMORY
     device: OffloadDevice = "none"
     host_memory_bytes: int | None = None
+    updates_in_backward: bool = False
     module: str = "bench.steps.child_ours"
     python: Path | None = None
 
@@ -69,6 +70,8 @@ class Ours:
         tiering: Json = {"compute_dtype": training.compute_dtype}
         if self.host_memory_bytes is not None:
             tiering["host_memory"] = self.host_memory_bytes
+        if self.updates_in_backward:
+            tiering["update_in_backward"] = True
         return {
             **_common(training),
             "optimizer": {"type": "AdamW", "params": {**_ADAM, "fused": training.fused}},
@@ -97,7 +100,7 @@ class PlainTorch:
         """AdamW's settings."""
         del folder
         return {
-            "gradient_clipping": _CLIPPING,
+            "gradient_clipping": training.clipping,
             "optimizer": {**_ADAM, "fused": training.fused, "foreach": False},
         }
 
@@ -198,7 +201,7 @@ Contestant = Ours | PlainTorch | DeepSpeed
 def _common(training: Training) -> Json:
     return {
         "train_micro_batch_size_per_gpu": training.batch,
-        "gradient_clipping": _CLIPPING,
+        "gradient_clipping": training.clipping,
         "bf16": {"enabled": True},
     }
 

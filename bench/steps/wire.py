@@ -23,6 +23,7 @@ class Training:
         fused: torch's fused AdamW kernel, where an engine has the choice.
         compute_dtype: ``auto``, ``fp32`` or ``bf16``; weights are stored in bf16 always.
         threads: torch computes with; 0: its own choice.
+        clipping: largest norm of the gradients; 0: they are not clipped.
     """
 
     shape: Shape
@@ -33,6 +34,7 @@ class Training:
     fused: bool = True
     compute_dtype: str = "auto"
     threads: int = 0
+    clipping: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,157 @@
+"""Half of the model is updated under backward: the same result, or a loud refusal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.plan import ElementBytes, ModelSize, Tiers, UnitSize, make_plan, updated_early
+from tests.infinity.conftest import (
+    base_batches,
+    base_loss,
+    base_model,
+    config_for,
+    train,
+)
+from tiering.errors import ConfigError, EngineClosedError
+from tiering.spec import Tier
+
+
+def early(path: Path, **extra: Any) -> dict[str, Any]:
+    """The base configuration with early updates."""
+    tiering = {"update_in_backward": True, **extra.pop("tiering", {})}
+    return config_for(path, tiering=tiering, **extra)
+
+
+@pytest.mark.parametrize("tier", ["none", "cpu", "nvme"])
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_no_bit_is_different(tier: str, bf16: bool, accumulation: int, tmp_path: Path) -> None:
+    """Losses, weights and the reported norm."""
+    extra = {"bf16": {"enabled": bf16}, "gradient_accumulation_steps": accumulation}
+    found = []
+    for make in (config_for, early):
+        config = make(tmp_path, param=tier, optimizer=tier, **extra)
+        found.append(train(base_model(), config, steps=8))
+    (losses, weights), (early_losses, early_weights) = found
+    assert early_losses == losses
+    assert all(torch.equal(early_weights[name], weights[name]) for name in weights)
+
+
+def test_the_norm_is_of_all_gradients(tmp_path: Path) -> None:
+    """Of those used already too."""
+    norms = []
+    for make in (config_for, early):
+        engine, *_ = infinity.initialize(model=base_model(), config=make(tmp_path))
+        with engine:
+            for batch in base_batches():
+                engine.backward(base_loss(engine, batch))
+                engine.step()
+                norms.append(engine.get_global_grad_norm())
+    assert norms[:4] == norms[4:]
+
+
+def test_the_later_half_is_updated_when_backward_ends(tmp_path: Path) -> None:
+    """And the other half waits for the next forward."""
+    engine, *_ = infinity.initialize(model=base_model(), config=early(tmp_path))
+    with engine:
+        engine.backward(base_loss(engine, base_batches()[0]))
+        spent = [gradients.is_spent for gradients in engine.optimizer._gradients]
+        assert not spent[0]
+        assert spent[-1]
+        assert spent == sorted(spent)
+        assert not engine.optimizer.is_due
+        engine.step()
+        assert engine.optimizer.is_due
+
+
+def test_clipping_is_refused_with_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"gradient_clipping is 1\.0.*update_in_backward"):
+        infinity.initialize(model=base_model(), config=early(tmp_path, gradient_clipping=1.0))
+
+
+def test_gradients_that_were_used_cannot_be_forgotten(tmp_path: Path) -> None:
+    """Training goes on if the step is made."""
+    engine, *_ = infinity.initialize(model=base_model(), config=early(tmp_path))
+    with engine:
+        engine.backward(base_loss(engine, base_batches()[0]))
+        with pytest.raises(RuntimeError, match="can't be forgotten"):
+            engine.zero_grad()
+        engine.step()
+        engine.zero_grad()
+        engine.backward(base_loss(engine, base_batches()[1]))
+        engine.step()
+
+
+def test_settings_changed_after_backward_end_the_training(tmp_path: Path) -> None:
+    """A part of the model was updated by the old ones."""
+    engine, *_ = infinity.initialize(model=base_model(), config=early(tmp_path))
+    with engine:
+        engine.backward(base_loss(engine, base_batches()[0]))
+        engine.optimizer.param_groups[0]["lr"] = 0.5
+        with pytest.raises(RuntimeError, match="settings were changed after backward"):
+            engine.step()
+        with pytest.raises(EngineClosedError, match="of different steps"):
+            base_loss(engine, base_batches()[0])
+
+
+def test_a_second_backward_before_the_step_is_refused(tmp_path: Path) -> None:
+    """It would add to gradients that are gone."""
+    engine, *_ = infinity.initialize(model=base_model(), config=early(tmp_path))
+    with engine:
+        engine.backward(base_loss(engine, base_batches()[0]))
+        with pytest.raises(RuntimeError, match="after its unit was updated"):
+            engine.backward(base_loss(engine, base_batches()[1]))
+
+
+class Tied(nn.Module):
+    """The head is the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.tokens = nn.Embedding(50, 24)
+        self.mixed = nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 24))
+        self.head = nn.Linear(24, 50, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Logits."""
+        logits: torch.Tensor = self.head(self.mixed(self.tokens(ids)))
+        return logits
+
+
+def test_a_tied_weight_is_updated_after_all_its_uses(tmp_path: Path) -> None:
+    """Its gradient is complete only then."""
+    batches = [(ids % 50, targets % 50) for ids, targets in base_batches()]
+    found = [
+        train(Tied(), make(tmp_path), steps=4, batches=batches, loss_of=base_loss)
+        for make in (config_for, early)
+    ]
+    assert found[0][0] == found[1][0]
+
+
+def test_the_later_half_is_what_backward_reaches_first() -> None:
+    """By elements of what is trained."""
+    assert updated_early([10, 10, 10, 10]) == [False, False, True, True]
+    assert updated_early([40, 10, 10]) == [False, True, True]
+    assert updated_early([10, 0, 10]) == [False, False, True]
+    assert updated_early([]) == []
+
+
+def test_early_gradients_need_little_room() -> None:
+    """Two at once, not all."""
+    gradient = [
+        make_plan(
+            ModelSize([UnitSize(2**20, True, is_early) for _ in range(8)], 2**20),
+            Tiers(Tier.NVME, Tier.NVME),
+            ElementBytes(2, 2),
+        )
+        for is_early in (False, True)
+    ]
+    assert [dict(plan.terms)["gradients"] for plan in gradient] == [2**24, 2**22]
