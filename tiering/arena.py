@@ -194,20 +194,22 @@ class Arena:
     def _cheapest_stretch(self, nbytes: int, movable: Mapping[int, Slot]) -> _Extent | None:
         """Between slots that stay: enough free room, and the fewest bytes to be moved."""
         slots = [(slot.start, slot.start + slot.nbytes) for slot in self._slots.values()]
-        pieces = sorted([*self._free.extents, *slots])
         best: tuple[int, _Extent] | None = None
-        for first, (start, _) in enumerate(pieces):
-            free_bytes = moved_bytes = 0
-            for at, end in pieces[first:]:
-                if at not in movable and at in self._slots:
-                    break
-                free_bytes += (end - at) * (at not in movable)
-                moved_bytes += (end - at) * (at in movable)
-                if best and moved_bytes >= best[0]:
-                    break
-                if free_bytes >= nbytes:
-                    best = moved_bytes, (start, end)
-                    break
+        window: collections.deque[tuple[int, int, int]] = collections.deque()  # with free bytes
+        free_bytes = 0
+        for start, end in sorted([*self._free.extents, *slots]):
+            if start in self._slots and start not in movable:
+                window.clear()
+                free_bytes = 0
+                continue
+            window.append((start, end, 0 if start in movable else end - start))
+            free_bytes += window[-1][2]
+            while free_bytes - window[0][2] >= nbytes:
+                free_bytes -= window.popleft()[2]
+            if free_bytes >= nbytes:
+                moved_bytes = end - window[0][0] - free_bytes
+                if best is None or moved_bytes < best[0]:
+                    best = moved_bytes, (window[0][0], end)
         return best and best[1]
 
     def close(self) -> None:

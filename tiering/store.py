@@ -189,6 +189,8 @@ class TieredStore:
         self._entries: dict[str, Entry] = {}
         # Those below are of records at home on NVMe, by key; the longest unused come first.
         self._moving: dict[str, Entry] = {}  # READING and WRITING
+        self._arrivals = 0  # transfers that have ended
+        self._failed_join_at = -1
         self._idle: dict[State, dict[str, Entry]] = {State.CLEAN: {}, State.DIRTY: {}}
         self._kept: dict[str, Entry] = {}  # CLEAN or DIRTY without leases, like those in _idle
         self._claims: dict[str, Entry] = {}  # the first to be used come first
@@ -558,6 +560,7 @@ class TieredStore:
 
     def _arrive(self, entry: Entry, state: State) -> None:
         """The transfer has ended; nothing else clears it, so state and transfer always agree."""
+        self._arrivals += 1
         entry.transfer = None
         entry.state = state
         if state is State.COLD:
@@ -582,17 +585,28 @@ class TieredStore:
     def _slot_ahead(self, entry: Entry, away: float) -> Slot | None:
         """Room for a lease to come, at the cost of what is farther away only.
 
-        Where room is there, but in pieces, nothing is given up that was itself fetched ahead: the
-        pieces can be joined when transfers between them have ended.
+        Where room is there, but in pieces, to give up something that was used is cheaper than to
+        join them, and to join them is cheaper than to give up what was itself fetched ahead.
         """
-        while (slot := self._passing_slot(entry)) is None:
+        while (slot := self._try_slot(entry)) is None:
             victim = self._farthest(State.CLEAN)
             farthest = self._distance(victim.spec.key) if victim else 0.0
-            if victim is None or (farthest <= away and farthest < math.inf):
-                return None
-            if victim.fetched_ahead and self.arena.free_bytes >= entry.slot_bytes:
+            is_beyond = farthest > away or farthest == math.inf
+            in_pieces = self.arena.free_bytes >= entry.slot_bytes
+            if in_pieces and (victim is None or victim.fetched_ahead or not is_beyond):
+                return self._joined_slot(entry) if away < math.inf else None
+            if victim is None or not is_beyond:
                 return None
             self._evict(victim)
+        return slot
+
+    def _joined_slot(self, entry: Entry) -> Slot | None:
+        """One joined from pieces; where that failed, not tried again until a transfer has ended."""
+        if self._failed_join_at == self._arrivals:
+            return None
+        slot = self._passing_slot(entry)
+        if slot is None:
+            self._failed_join_at = self._arrivals
         return slot
 
     def _take_claim(self, entry: Entry) -> Slot:
