@@ -90,6 +90,7 @@ class UnitGradients:
         if self._lease is None or self._whole is None:
             return
         record = self._lease["gradient"]
+        self._fill_missing(self._whole)
         if self._whole is not record:
             shard = torch.empty_like(record, device=self._whole.device)
             record.add_(self._comm.reduce_scatter(self._whole, shard))
@@ -125,12 +126,18 @@ class UnitGradients:
         access = Access.OVERWRITE if fresh else Access.UPDATE
         self._lease = self._pager.lease(self.unit.records.gradient.key, access)
         record = self._lease["gradient"]
-        if fresh:
-            record.zero_()
         self._whole = record
         if self._comm.size > 1:
+            if fresh:
+                record.zero_()
             self._whole = record.new_zeros(self.unit.layout.numel)
         return self._whole
+
+    def _fill_missing(self, whole: torch.Tensor) -> None:
+        """Zero what no gradient came for, and what pads the others."""
+        for index, place in enumerate(self.unit.layout.parameters):
+            padded = self.unit.layout.padded(index)
+            whole[place.stop if index in self.arrived else place.start : padded.stop].zero_()
 
 
 def square_sum(gradient: torch.Tensor) -> float:
