@@ -171,6 +171,9 @@ class InfinityEngine:
             scaled = loss if self.batch.accumulation == 1 else loss / self.batch.accumulation
             try:
                 scaled.backward()
+            except BaseException as error:
+                self.optimizer.backward_failed(error)
+                raise
             finally:
                 self._parts.schedule.backward_ran = False
             self._micro_steps += 1

@@ -146,9 +146,20 @@ class PagedAdam(torch.optim.Optimizer):
         settings = self._settings()
         gradients.is_spent = True
         self._made_early[gradients] = settings
-        with torch.inference_mode(mode=False):
-            self._decide(gradients, settings, 1.0)
-            unit.settle()
+        try:
+            with torch.inference_mode(mode=False):
+                self._decide(gradients, settings, 1.0)
+                unit.settle()
+        except BaseException as error:
+            self.torn = self.torn or f"an update under backward was interrupted by {error!r}"
+            raise
+
+    def backward_failed(self, error: BaseException) -> None:
+        """A backward pass ended with an exception; what was updated under it cannot be undone."""
+        if self._made_early:
+            self.torn = self.torn or (
+                f"backward was interrupted by {error!r} when a part of the model was updated"
+            )
 
     def _end_early(self, settings: Settings) -> None:
         """The step has come for what was updated before it."""

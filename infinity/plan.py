@@ -276,13 +276,16 @@ class _Sizes:
     def _gradients(self, tiles_home: Tier) -> list[_Term]:
         """All gradients, unless they stay on the device beside the optimizer state.
 
-        Of units that are updated early there are two at most: one complete, one being produced.
+        Of units that are updated early there are two at most: one complete, one being produced. If
+        there come to be more (accumulation, a parameter without gradient), they go to the drive
+        where the optimizer state is; elsewhere they have room.
         """
         if tiles_home is Tier.DEVICE:
             return []
         waiting = [self._gradient_bytes(u) for u in self._trained() if not u.early]
         early = sorted(self._gradient_bytes(u) for u in self._trained() if u.early)
-        return [("gradients", sum(waiting) + sum(early[-2:]))]
+        at_once = early[-2:] if tiles_home is Tier.NVME else early
+        return [("gradients", sum(waiting) + sum(at_once))]
 
     def _spilled_gradients(self) -> list[_Term]:
         """One produced, one on its way to or from the drive."""

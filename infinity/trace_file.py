@@ -63,13 +63,13 @@ def read_traces(path: str | os.PathLike[str], records: Mapping[str, int]) -> dic
     name = os.fspath(path)
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
-        version, found = document["version"], document["records"]
+        version, found = document["version"], dict(document["records"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"the trace file {name!r} cannot be read: {error!r}") from error
     if version != _VERSION:
         raise ConfigError(f"the trace file {name!r} is of version {version}, not {_VERSION}")
     if found != dict(records):
-        differing = {k for k, _ in set(found.items()) ^ set(records.items())}
+        differing = {k for k in {*found, *records} if found.get(k) != records.get(k)}
         raise ConfigError(
             f"the trace file {name!r} is of another model or another plan: {len(differing)} "
             f"records differ, {min(differing)!r} among them; record it anew by a run without it"

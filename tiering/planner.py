@@ -31,7 +31,7 @@ class Ahead(NamedTuple):
 
 
 def plan_ahead(
-    upcoming: Iterable[Use],
+    upcoming: Iterable[tuple[int, Use]],
     *,
     holding: Callable[[Use], Holding],
     room_bytes: int,
@@ -40,7 +40,7 @@ def plan_ahead(
     """Choose the records to start reading now, and those to claim room for, in order of use.
 
     Args:
-        upcoming: the uses from here on.
+        upcoming: the uses from here on, each with the number of those before it.
         holding: what a use's record holds or needs.
         room_bytes: free room, plus all evictable bytes.
         near_bytes: of the drive's records, from here on, that are near.
@@ -51,7 +51,7 @@ def plan_ahead(
     """
     chosen: list[Ahead] = []
     met: set[str] = set()
-    for away, use in enumerate(upcoming):
+    for away, use in upcoming:
         if use.key in met:
             continue
         met.add(use.key)

@@ -118,8 +118,8 @@ class Prefetcher:
             return
         cursor = self._passes[-1][1]
         upcoming = itertools.islice(cursor.expected.upcoming(cursor.position), _WINDOW_USES)
-        window = list(self._within_limit(upcoming))
-        self._store.drop_claims(but={use.key for use in window})
+        window = list(self._within_limit(enumerate(upcoming)))
+        self._store.drop_claims(but={use.key for _, use in window})
         for use, away in plan_ahead(
             window,
             holding=self._store.holding,
@@ -129,11 +129,11 @@ class Prefetcher:
             if not self._store.prefetch(use, away):
                 break
 
-    def _within_limit(self, upcoming: Iterable[Use]) -> Iterator[Use]:
+    def _within_limit(self, upcoming: Iterable[tuple[int, Use]]) -> Iterator[tuple[int, Use]]:
         left_bytes = self._limit_bytes
-        for use in upcoming:
+        for away, use in upcoming:
             if use.access is Access.READ and use.key in self._limited:
                 if left_bytes <= 0:
                     continue
                 left_bytes -= self._limited[use.key]
-            yield use
+            yield away, use

@@ -190,7 +190,7 @@ class TieredStore:
         # Those below are of records at home on NVMe, by key; the longest unused come first.
         self._moving: dict[str, Entry] = {}  # READING and WRITING
         self._arrivals = 0  # transfers that have ended
-        self._failed_join_at = -1
+        self._failed_join = 0, -1  # how large, and at which of them
         self._idle: dict[State, dict[str, Entry]] = {State.CLEAN: {}, State.DIRTY: {}}
         self._kept: dict[str, Entry] = {}  # CLEAN or DIRTY without leases, like those in _idle
         self._claims: dict[str, Entry] = {}  # the first to be used come first
@@ -602,11 +602,12 @@ class TieredStore:
 
     def _joined_slot(self, entry: Entry) -> Slot | None:
         """One joined from pieces; where that failed, not tried again until a transfer has ended."""
-        if self._failed_join_at == self._arrivals:
+        failed_bytes, at = self._failed_join
+        if at == self._arrivals and entry.slot_bytes >= failed_bytes:
             return None
         slot = self._passing_slot(entry)
         if slot is None:
-            self._failed_join_at = self._arrivals
+            self._failed_join = entry.slot_bytes, self._arrivals
         return slot
 
     def _take_claim(self, entry: Entry) -> Slot:
@@ -665,7 +666,9 @@ class TieredStore:
         moving = [e for e in self._moving.values() if e.leases == 0]
         writing = next((e for e in moving if e.state is State.WRITING), None)
         if moving and self.arena.free_bytes >= entry.slot_bytes:
-            self._settle_quietly(moving[0])  # the room is there, in pieces between transfers
+            # The room is there, in pieces between transfers. A write that fails would fail again.
+            first = moving[0]
+            (self._settle if first is writing else self._settle_quietly)(first)
         elif self._claims:
             self._drop_claim(next(reversed(self._claims)))
         elif (clean := self._farthest(State.CLEAN)) is not None:

@@ -189,6 +189,7 @@ def test_a_trace_that_was_written_down_spares_the_next_run_its_first_misses(
         ("[]", "cannot be read"),
         ('{"version": 9, "records": {}, "traces": {}}', "version 9"),
         ('{"version": 1, "records": {"unit0.shard": 5}, "traces": {}}', "another model"),
+        ('{"version": 1, "records": [7], "traces": {}}', "cannot be read"),
     ],
 )
 def test_a_trace_file_that_does_not_fit_is_refused(

@@ -107,6 +107,59 @@ def test_a_second_backward_before_the_step_is_refused(tmp_path: Path) -> None:
         engine.backward(base_loss(engine, base_batches()[0]))
         with pytest.raises(RuntimeError, match="after its unit was updated"):
             engine.backward(base_loss(engine, base_batches()[1]))
+        with pytest.raises(EngineClosedError, match="backward was interrupted"):
+            engine.step()
+
+
+def test_a_backward_that_fails_half_way_ends_the_training(tmp_path: Path) -> None:
+    """Some weights are new by then; the reason is named whatever is tried next."""
+    model = base_model()
+    engine, *_ = infinity.initialize(model=model, config=early(tmp_path))
+    with engine:
+        loss = base_loss(engine, base_batches()[0])
+        model[0].weight.register_hook(_fail)
+        with pytest.raises(ZeroDivisionError):
+            engine.backward(loss)
+        for call in (engine.step, engine.zero_grad, engine.flush):
+            with pytest.raises(EngineClosedError, match="backward was interrupted by ZeroDivision"):
+                call()
+
+
+def _fail(_gradient: torch.Tensor) -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_gradients_that_have_to_wait_have_room_on_every_tier(
+    accumulation: int, tmp_path: Path
+) -> None:
+    """Of units with a parameter that gets none, and of micro-batches before the last."""
+
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(10))
+            self.unused = nn.ParameterList(torch.zeros(2) for _ in range(10))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+            return x.square().mean()
+
+    batches = [torch.full((2, 128), float(n)) for n in range(6)]
+    found = [
+        train(
+            Half(),
+            make(tmp_path, param=tier, optimizer=tier, gradient_accumulation_steps=accumulation),
+            steps=6,
+            batches=batches,
+            loss_of=lambda module, batch: module(batch),
+        )[0]
+        for tier in ("cpu", "nvme")
+        for make in (config_for, early)
+    ]
+    assert found[0] == found[1] == found[2] == found[3]
 
 
 class Tied(nn.Module):

@@ -28,7 +28,7 @@ def test_the_chosen_fit_beside_everything_used_up_to_the_last_of_them(
     """Room for the chosen, and for all that is overwritten or kept because it is used earlier."""
     nothing = Holding(0, 0)
     chosen = plan_ahead(
-        upcoming,
+        enumerate(upcoming),
         holding=lambda use: held.get(use.key, nothing),
         room_bytes=room_bytes,
         near_bytes=10**6,
@@ -51,7 +51,10 @@ def test_with_room_for_all_everything_that_lacks_room_is_chosen(
     """Once, for its first use: to be read, or overwritten."""
     nothing = Holding(0, 0)
     chosen = plan_ahead(
-        upcoming, holding=lambda use: held.get(use.key, nothing), room_bytes=10**6, near_bytes=10**6
+        enumerate(upcoming),
+        holding=lambda use: held.get(use.key, nothing),
+        room_bytes=10**6,
+        near_bytes=10**6,
     )
     first = {use.key: use for use in reversed(upcoming)}
     expected = {use for key, use in first.items() if held.get(key, nothing).missing_bytes}
@@ -65,7 +68,10 @@ def test_only_the_next_bytes_to_be_used_may_cost_something_that_is_needed(
 ) -> None:
     """Those behind them are infinitely far away."""
     chosen = plan_ahead(
-        upcoming, holding=lambda _: Holding(0, 3, 3), room_bytes=10**6, near_bytes=near_bytes
+        enumerate(upcoming),
+        holding=lambda _: Holding(0, 3, 3),
+        room_bytes=10**6,
+        near_bytes=near_bytes,
     )
     near = [away for _, away in chosen if away < math.inf]
     assert len(near) == min(len(chosen), -(-near_bytes // 3))

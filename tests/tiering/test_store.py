@@ -263,6 +263,29 @@ def test_a_read_ahead_gives_up_none_that_was_read_ahead_while_free_room_is_in_pi
     setup.close()
 
 
+def test_a_write_that_keeps_failing_ends_the_search_for_room(tmp_path: Path) -> None:
+    """Also where enough is free, but in pieces that nothing can join."""
+    broken = FaultRule(FaultAction.ERRNO, value=errno.EIO, first=16, every=1, reads=False)
+    setup = make(tmp_path, slots=5, faults=Faults(rules=(broken,)))
+    wide = RecordSpec("w", (TensorSpec("x", torch.float32, (2 * NUMEL,)),))
+    for each in (*map(spec, "abcde"), wide):
+        setup.store.create(each, Tier.NVME, drive=setup.drive)
+    for key in "abcde":
+        put(setup.store, key, 1.0)
+    setup.store.flush()
+    held = [setup.store.lease(key) for key in "bd"]
+    put(setup.store, "a", 2.0)
+    put(setup.store, "e", 2.0)  # room for w is a, c and e, and all three lie apart
+    setup.store.discard("c")
+    setup.store.discard("e")
+    with pytest.raises((TransferError, ArenaFullError)):
+        setup.store.lease("w", Access.OVERWRITE)
+    assert value(setup.store, "a") == 2.0
+    for lease in held:
+        lease.release()
+    setup.close()
+
+
 def test_a_full_arena_names_the_holders_and_the_remedy(setup: Setup) -> None:
     """All slots leased: the error lists them; after a release it works."""
     for key in "abcdef":

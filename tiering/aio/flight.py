@@ -164,11 +164,12 @@ def too_few_ended(
 ) -> TransferTimeoutError:
     """What says that fewer of some have ended than were waited for."""
     pending = [flight for flight in flights if not flight.has_ended]
+    first = (pending or flights)[0]  # another thread may have seen the rest end meanwhile
     return TransferTimeoutError(
         f"{len(pending)} of {len(flights)} transfers are still pending after {timeout_s} s, and "
-        f"{wanted} were to end; the first pending one is the {pending[0].text}",
+        f"{wanted} were to end; the first pending one is the {first.text}",
         errno=errno.ETIME,
-        path=pending[0].path,
+        path=first.path,
     )
 
 
