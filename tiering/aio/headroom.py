@@ -49,7 +49,7 @@ def _machine(root: Path) -> Iterator[Headroom]:
 def _groups(root: Path) -> Iterator[Headroom]:
     """Source: the kernel's admin-guide, cgroup-v2.rst and cgroup-v1/memory.rst."""
     with contextlib.suppress(OSError):
-        lines = (root / "proc/self/cgroup").read_text(encoding="ascii").splitlines()
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
         for line in lines:
             _, controllers, path = line.split(":", 2)
             if not controllers:
@@ -70,8 +70,8 @@ def _groups(root: Path) -> Iterator[Headroom]:
 def _group(folder: Path, limit: str, usage: str, cache: str) -> Iterator[Headroom]:
     """Of one group; a limit that is a word is none."""
     with contextlib.suppress(OSError, ValueError):
-        most_bytes = int((folder / limit).read_text(encoding="ascii"))
-        used_bytes = int((folder / usage).read_text(encoding="ascii"))
+        most_bytes = int((folder / limit).read_text(encoding="utf-8"))
+        used_bytes = int((folder / usage).read_text(encoding="utf-8"))
         droppable_bytes = _table(folder / "memory.stat").get(cache, 0)
         left_bytes = most_bytes - used_bytes + droppable_bytes
         yield Headroom(
@@ -82,6 +82,6 @@ def _group(folder: Path, limit: str, usage: str, cache: str) -> Iterator[Headroo
 def _table(file: Path) -> dict[str, int]:
     """Names and numbers, line by line."""
     with contextlib.suppress(OSError):
-        parts = (line.split() for line in file.read_text(encoding="ascii").splitlines())
+        parts = (line.split() for line in file.read_text(encoding="utf-8").splitlines())
         return {part[0].rstrip(":"): int(part[1]) for part in parts if len(part) > 1}
     return {}
