@@ -33,7 +33,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tiering",),
     (
         *("infinity.config", "infinity.partition", "infinity.comm", "infinity.adam"),
-        *("infinity.scopes", "infinity.plan"),
+        *("infinity.scopes", "infinity.plan", "infinity.trace_file"),
     ),
     ("infinity.parameters", "infinity.unit_records", "infinity.unit", "infinity.gradients"),
     ("infinity.optimizer", "infinity.schedule", "infinity.hooks"),
