@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler as Scheduler
 
 from infinity.assembly import OptimizerGroups
+from infinity.comm import Communicator, init_distributed
 from infinity.config import AdamParams, Config, Optimizer, load_config
 from infinity.engine import EngineStats, InfinityEngine
 from infinity.optimizer import PagedAdam
@@ -35,6 +36,7 @@ __all__ = [
     "EngineStats",
     "InfinityEngine",
     "Initialized",
+    "init_distributed",
     "initialize",
     "load_config",
 ]
@@ -80,13 +82,16 @@ def initialize(  # noqa: PLR0913 - the arguments people already pass
             changed.
         SpaceError: the drive cannot hold the state.
     """
-    checked = load_config(config)
-    if optimizer is not None:
-        groups = _from_torch(optimizer)
-    else:
-        groups = _from_config(checked.optimizer or Optimizer(), model, model_parameters)
-    _check_scheduler(lr_scheduler, optimizer)
-    engine = InfinityEngine(model, checked, groups, faults=faults)
+    init_distributed()
+    comm = Communicator()
+    with comm.agree():
+        checked = load_config(config)
+        if optimizer is not None:
+            groups = _from_torch(optimizer)
+        else:
+            groups = _from_config(checked.optimizer or Optimizer(), model, model_parameters)
+        _check_scheduler(lr_scheduler, optimizer)
+    engine = InfinityEngine(model, checked, groups, comm=comm, faults=faults)
     engine.lr_scheduler = _steering(lr_scheduler, engine.optimizer)
     return Initialized(engine, engine.optimizer, None, engine.lr_scheduler)
 

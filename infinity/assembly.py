@@ -1,8 +1,15 @@
 """Builds what an engine consists of, from the model and the configuration, and takes it down again.
 
-Nothing of the model is changed before everything that can be refused has been: the plan, the
-optimizer's groups, the room on the drives. The parameters are released last, when all their values
-are in the records.
+Nothing of the model is changed before everything that can be refused has been, on all ranks: the
+plan, the optimizer's groups, the room on the drives. The parameters are released last, when all
+their values are in the records.
+
+Note: stages
+
+A stage says what a rank keeps whole. Stage 3 partitions everything. At 2, parameters stay present
+between their uses; at 1, gradients are whole until the step as well; at 0 so are the optimizer's
+states, and each rank makes all of the update. It is the same engine: a unit that `stays`, a
+gradient record of the whole unit, a layout for one rank.
 """
 
 from __future__ import annotations
@@ -12,38 +19,22 @@ from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import compress, starmap
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
+from infinity.agreement import Agreement
 from infinity.comm import Communicator
-from infinity.config import (
-    DEFAULT_BUFFERS,
-    Config,
-    OffloadOptimizer,
-    OffloadParam,
-    real_path,
-)
-from infinity.gradients import UnitGradients
-from infinity.hooks import Hooks, is_managed
-from infinity.optimizer import PagedAdam
+from infinity.config import Config, OffloadOptimizer, OffloadParam, real_path
+from infinity.gradients import Reduction, UnitGradients
+from infinity.hooks import Hooks
+from infinity.loss_scale import DynamicLossScale, LossScale, StaticLossScale
+from infinity.optimizer import PagedAdam, StepRules
+from infinity.outline import Outline, described, or_none, outline_of
 from infinity.parameters import Stubs
-from infinity.partition import FlatLayout
-from infinity.plan import (
-    ElementBytes,
-    ModelSize,
-    Plan,
-    Tiers,
-    UnitSize,
-    Wishes,
-    make_plan,
-    stays,
-    sum_of,
-    updated_early,
-)
+from infinity.plan import Plan, stays, sum_of
 from infinity.schedule import Closed, Schedule
-from infinity.scopes import Group, Scope, find_scopes
 from infinity.unit import Unit
 from infinity.unit_records import Home, Homes, Types, UnitRecords
 from tiering import records as record_files
@@ -59,7 +50,13 @@ from tiering.tiers.device import DeviceTier
 from tiering.tiers.nvme import NvmeTier
 from tiering.volumes import open_folders
 
-_STORED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_COMMUNICATED = {
+    None: None,
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "bfp16": torch.bfloat16,
+}
 
 
 class OptimizerGroups(NamedTuple):
@@ -81,7 +78,10 @@ class Parts:
     """Everything an engine consists of."""
 
     device: torch.device
+    comm: Communicator
+    agreement: Agreement
     types: Types
+    """Of most units."""
     arena: Arena
     device_tier: DeviceTier
     drives: tuple[Drive, ...]
@@ -90,6 +90,9 @@ class Parts:
     schedule: Schedule
     hooks: Hooks
     optimizer: PagedAdam
+    units: tuple[Unit, ...]
+    kept: frozenset[str]
+    """Keys of the drive's records that stay in the arena."""
     unmanaged: tuple[tuple[str, nn.Parameter], ...]
     """Parameters that are not trained, with their names."""
     state_bytes: int
@@ -98,39 +101,59 @@ class Parts:
     """Of the arena, on huge pages."""
 
 
-def assemble(
+def assemble(  # noqa: PLR0913
     model: nn.Module,
     config: Config,
     optimizer: OptimizerGroups,
     closing: ExitStack,
     *,
+    comm: Communicator,
     faults: Faults | None,
 ) -> Parts:
-    """Build an engine's parts and move the model's weights into them.
+    """Build an engine's parts and move the model's weights into them; all ranks together.
 
     Args:
-        model: changed only when all else has succeeded.
+        model: changed only when all else has succeeded. Every rank gets rank 0's values.
         config: checked.
         optimizer: its groups.
         closing: receives what must be done to take everything down.
+        comm: the ranks; opened here.
         faults: for tests.
 
     Raises:
-        ConfigError: model, configuration and optimizer do not go together.
+        ConfigError: model, configuration and optimizer do not go together, or the ranks' differ.
+        RankError: another rank failed.
         SpaceError: a drive cannot hold the records.
         TransferError: a drive failed while weights were written to it.
     """
-    device = compute_device(model)
-    _check_parameters(model)
-    types = _types(config, device)
-    scopes = find_scopes(model, max_unit_numel=config.tiering.max_unit_numel)
-    parts = list(dict.fromkeys(group for scope in scopes for group in scope.groups))
-    comm = _communicator()
-    layouts = [
-        FlatLayout.of([p.numel() for p in g.parameters], world_size=comm.size) for g in parts
-    ]
-    plan = _plan(config, types, scopes, dict(zip(parts, layouts, strict=True)))
+    with comm.agree():
+        outline = outline_of(model, config, comm)
+    comm.agree_on(described(config, outline))
+    comm.open(outline.device, timeout_s=config.tiering.collective_timeout_s)
+    closing.callback(comm.close)
+    with comm.agree():
+        parts = _build(model, config, optimizer, outline, closing, comm=comm, faults=faults)
+    if comm.size > 1:
+        for tensor in (*model.parameters(), *model.buffers()):
+            _equalize(tensor, outline.device, comm)
+    with comm.agree():
+        _store_values(parts)
+    _take_over(model, outline, parts)
+    return parts
 
+
+def _build(  # noqa: PLR0913
+    model: nn.Module,
+    config: Config,
+    optimizer: OptimizerGroups,
+    outline: Outline,
+    closing: ExitStack,
+    *,
+    comm: Communicator,
+    faults: Faults | None,
+) -> Parts:
+    """All parts, and the empty records; the model is as it was."""
+    device, plan = outline.device, outline.plan
     arena = _arena(plan)
     closing.callback(arena.close)
     device_tier = DeviceTier(device)
@@ -143,6 +166,7 @@ def assemble(
     stubs = Stubs(schedule, device)
     closing.callback(stubs.answer_by, Closed())
     closing.callback(schedule.forsake)
+    agreement = Agreement(comm)
 
     units = [
         Unit(
@@ -153,28 +177,44 @@ def assemble(
                 f"unit{number}",
                 layout,
                 types,
-                rank=comm.rank,
+                rank=comm.rank if layout.world_size > 1 else 0,
                 tile_numel=plan.tile_numel if group.trained else 0,
+                whole_gradient=outline.whole_gradients,
             ),
             compute_dtype=types.compute,
             pager=pager,
             device=device_tier,
             comm=comm,
+            agreement=agreement,
             stubs=stubs,
+            stays=outline.units_stay,
         )
-        for number, (group, layout) in enumerate(zip(parts, layouts, strict=True))
+        for number, (group, layout, types) in enumerate(
+            zip(outline.groups, outline.layouts, outline.types, strict=True)
+        )
     ]
-    early = frozenset(compress(units, _early(config, parts, layouts)))
+    early = frozenset(compress(units, outline.early))
+    reduction = Reduction(
+        comm,
+        agreement,
+        device,
+        is_early=not outline.whole_gradients,
+        dtype=_COMMUNICATED[config.communication_data_type],
+        predivisor=_predivisor(config, comm),
+    )
     gradients = {
-        u: UnitGradients(u, pager, comm, early=u in early) for u in units if u.records.tiles
+        u: UnitGradients(u, pager, reduction, early=u in early) for u in units if u.records.tiles
     }
     adam = PagedAdam(
         *optimizer,
         gradients=list(gradients.values()),
         pager=pager,
-        max_norm=0.0 if config.gradient_clipping == "auto" else config.gradient_clipping,
+        rules=_rules(config, outline.usual_types),
+        loss_scale=_loss_scale(config, outline.usual_types),
+        comm=comm,
+        agreement=agreement,
     )
-    adam.register_step_pre_hook(lambda *_: schedule.reset())  # whoever calls for the step
+    adam.register_step_pre_hook(lambda *_: schedule.release_all())  # whoever calls for the step
     homes = _homes(config, plan, drives)
     # Gradients of early units may pile up where backward takes another order: on the drive then.
     spilling = homes._replace(gradients=homes.tiles)
@@ -185,28 +225,20 @@ def assemble(
     kept = _kept(records, {unit.records.shard.key for unit in units}, plan)
     for key in kept:
         store.keep(key)
-    for keys in (set(kept), {spec.key for spec, _ in records}.difference(kept)):
-        for unit in units:  # those that stay first, so that they lie together
-            unit.store_initial(keys)
-    store.flush()
-
-    bucket_numel = _or_none(config.zero_optimization.stage3_prefetch_bucket_size)
+    bucket_numel = or_none(config.zero_optimization.stage3_prefetch_bucket_size)
     if bucket_numel is not None:
         shards = [unit.records.shard for unit in units]
-        pager.limit({s.key: s.nbytes for s in shards}, bucket_numel * types.storage.itemsize)
-
+        itemsize = outline.usual_types.storage.itemsize
+        pager.limit({s.key: s.nbytes for s in shards}, bucket_numel * itemsize)
+    schedule.manage(units, gradients)
     hooks = Hooks(schedule)
     closing.callback(hooks.remove)
-    schedule.manage(units, gradients)
-    for unit in units:
-        unit.forsake()
-    for buffer in model.buffers():
-        buffer.data = buffer.to(device)
-    _attach(hooks, model, scopes, dict(zip(parts, units, strict=True)))
     trained = {p for unit in gradients for p in unit.parameters}
     return Parts(
         device=device,
-        types=types,
+        comm=comm,
+        agreement=agreement,
+        types=outline.usual_types,
         arena=arena,
         device_tier=device_tier,
         drives=tuple(drives.values()),
@@ -215,124 +247,77 @@ def assemble(
         schedule=schedule,
         hooks=hooks,
         optimizer=adam,
+        units=tuple(units),
+        kept=frozenset(kept),
         unmanaged=tuple((n, p) for n, p in model.named_parameters() if p not in trained),
         state_bytes=sum(spec.nbytes for u in units for spec in (u.records.shard, *u.records.tiles)),
         huge_bytes=min(arena.memory.page_report().huge_bytes, arena.capacity_bytes),
     )
 
 
-def compute_device(model: nn.Module) -> torch.device:
-    """Where the model will compute: on the GPU if there is one, else where it is.
-
-    Raises:
-        ConfigError: its parameters are on several devices, or it has none.
-    """
-    devices = {p.device for p in model.parameters()}
-    if not devices:
-        raise ConfigError("the model has no parameters")
-    if len(devices) != 1:
-        found = sorted(map(str, devices))
-        raise ConfigError(f"the model's parameters must be on one device, found {found}")
-    device = devices.pop()
-    if device.type == "cpu" and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+def _store_values(parts: Parts) -> None:
+    """Copy the parameters' values into the records; what stays first, so that it lies together."""
+    rest = {s.key for u in parts.units for s in (u.records.shard, *u.records.tiles)} - parts.kept
+    for keys in (parts.kept, rest):
+        for unit in parts.units:
+            unit.store_initial(keys)
+    parts.store.flush()
 
 
-def _check_parameters(model: nn.Module) -> None:
-    """Refuse what could not be stored and given back as it is."""
-    if is_managed(model):
-        raise ConfigError("the model belongs to another engine; close that one first")
-    for name, parameter in model.named_parameters():
-        if type(parameter) is not nn.Parameter:
-            kind = type(parameter).__name__
-            if kind == "ReleasedParameter":
-                raise ConfigError(
-                    f"parameter {name!r} belongs to another engine, or to a closed one"
-                )
-            raise ConfigError(
-                f"parameter {name!r} is a {kind}; only plain torch.nn.Parameter can be paged"
-            )
-        if parameter.dtype not in _STORED_TYPES:
-            raise ConfigError(
-                f"parameter {name!r} is of type {parameter.dtype}; float32, bfloat16 and float16 "
-                "can be paged: convert it, or make it a buffer"
-            )
-        if parameter.is_meta:
-            raise ConfigError(
-                f"parameter {name!r} is on the meta device and has no values yet; build the model "
-                "on a device, with its weights"
-            )
+def _take_over(model: nn.Module, outline: Outline, parts: Parts) -> None:
+    """Release the parameters, and have the schedule called where the model uses them."""
+    for unit in parts.units:
+        unit.forsake()
+    for buffer in model.buffers():
+        buffer.data = buffer.to(parts.device)
+    units = dict(zip(outline.groups, parts.units, strict=True))
+    for scope in outline.scopes:
+        parts.hooks.attach(scope.module, [units[group] for group in scope.groups])
+    for module in model.modules():
+        if next(module.parameters(recurse=False), None) is not None:
+            parts.hooks.copy_on_state_dict(module)
+    for unit in parts.units:
+        for parameter in unit.parameters if unit.records.tiles else ():
+            parts.hooks.take_gradient(parameter)
 
 
-def _communicator() -> Communicator:
-    comm = Communicator()
-    if comm.size > 1:
-        raise ConfigError(f"this process group has {comm.size} ranks; one is what works so far")
-    return comm
+def _equalize(tensor: torch.Tensor, device: torch.device, comm: Communicator) -> None:
+    """Give every rank rank 0's values, as bytes, so that any type will do."""
+    if not tensor.numel():
+        return
+    flat = tensor.detach().reshape(-1).to(device, copy=True)
+    comm.broadcast(flat.view(torch.uint8))
+    tensor.detach().copy_(flat.view(tensor.shape))
 
 
-def _types(config: Config, device: torch.device) -> Types:
-    """Storage as configured; a sum of several gradients needs more than 16 bits."""
-    storage = torch.bfloat16 if config.bf16.enabled else torch.float32
-    accumulation = config.batch(world_size=1).accumulation
-    gradient = storage if accumulation == 1 else torch.float32
-    return Types(storage, gradient, _compute_dtype(config, storage, device))
+def _predivisor(config: Config, comm: Communicator) -> float:
+    """By which a gradient is divided before it is summed over the ranks."""
+    return float(comm.size) if config.prescale_gradients else config.gradient_predivide_factor
 
 
-def _compute_dtype(config: Config, storage: torch.dtype, device: torch.device) -> torch.dtype:
-    """As configured, else the storage type where the device is fast in it."""
-    chosen = config.tiering.compute_dtype
-    if chosen != "auto":
-        return torch.bfloat16 if chosen == "bf16" else torch.float32
-    fast = device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()  # noqa: SLF001
-    return storage if fast else torch.float32
-
-
-def _plan(
-    config: Config, types: Types, scopes: Sequence[Scope], layouts: dict[Group, FlatLayout]
-) -> Plan:
-    zero = config.zero_optimization
-    early = _early(config, list(layouts), list(layouts.values()))
-    sizes = [
-        UnitSize(layout.shard_numel, group.trained, is_early)
-        for (group, layout), is_early in zip(layouts.items(), early, strict=True)
-    ]
-    return make_plan(
-        ModelSize(sizes, _active_numel(scopes, layouts)),
-        Tiers(Tier(zero.offload_param.device), Tier(zero.offload_optimizer.device)),
-        ElementBytes(types.storage.itemsize, types.gradient.itemsize),
-        _wishes(config),
+def _rules(config: Config, types: Types) -> StepRules:
+    half = types.storage is torch.float16
+    return StepRules(
+        max_norm=0.0 if config.gradient_clipping == "auto" else config.gradient_clipping,
+        nonfinite="skip" if half else config.tiering.nonfinite_gradients,
+        max_skipped=config.tiering.max_skipped_steps,
     )
 
 
-def _early(
-    config: Config, groups: Sequence[Group], layouts: Sequence[FlatLayout]
-) -> Sequence[bool]:
-    """Which groups are updated under backward."""
-    if not config.tiering.update_in_backward:
-        return [False] * len(groups)
-    return updated_early(
-        [layout.shard_numel * g.trained for g, layout in zip(groups, layouts, strict=True)]
+def _loss_scale(config: Config, types: Types) -> LossScale:
+    """fp16's; the range of the other types needs none."""
+    fp16 = config.fp16
+    if types.storage is not torch.float16:
+        return StaticLossScale()
+    if fp16.loss_scale:
+        return StaticLossScale(fp16.loss_scale)
+    return DynamicLossScale(
+        2.0**fp16.initial_scale_power,
+        window=fp16.loss_scale_window,
+        hysteresis=fp16.hysteresis,
+        refills_at_once=fp16.consecutive_hysteresis,
+        least=fp16.min_loss_scale,
     )
-
-
-def _wishes(config: Config) -> Wishes:
-    """What the config asks for; buffers without a size are none to go by."""
-    zero = config.zero_optimization
-    size = _or_none(zero.offload_param.buffer_size)
-    count = _or_none(zero.offload_param.buffer_count) or DEFAULT_BUFFERS
-    return Wishes(
-        budget_bytes=_or_none(config.tiering.host_memory),
-        sub_group_numel=_or_none(zero.sub_group_size),
-        weight_numel=None if size is None else size * count,
-        tile_tensors=_or_none(zero.offload_optimizer.buffer_count),
-        resident_numel=_or_none(zero.offload_param.max_in_cpu),
-    )
-
-
-def _or_none(value: int | Literal["auto"]) -> int | None:
-    return None if value == "auto" else value
 
 
 def _arena(plan: Plan) -> Arena:
@@ -344,17 +329,6 @@ def _arena(plan: Plan) -> Arena:
             f"the arena: {error}. It is for:{sum_of(plan.terms)}\nSet tiering.host_memory to what "
             "can be had, or move more to nvme"
         ) from error
-
-
-def _active_numel(scopes: Sequence[Scope], layouts: dict[Group, FlatLayout]) -> int:
-    """Most shard elements that a scope and the scopes around it need at once."""
-
-    def around(scope: Scope) -> Iterable[Scope]:
-        inside = f"{scope.name}."
-        return (s for s in scopes if s is scope or s.is_root or inside.startswith(f"{s.name}."))
-
-    needed = ({g for s in around(scope) for g in s.groups} for scope in scopes)
-    return max((sum(layouts[g].shard_numel for g in groups) for groups in needed), default=0)
 
 
 _DriveKey: TypeAlias = tuple[str, ...]
@@ -444,16 +418,3 @@ def _require_space(records: Sequence[tuple[RecordSpec, Home]]) -> None:
         if home.drive is not None:
             needed[home.drive] = needed.get(home.drive, 0) + record_files.file_bytes(spec)
     list(starmap(NvmeTier.require, needed.items()))
-
-
-def _attach(
-    hooks: Hooks, model: nn.Module, scopes: Sequence[Scope], units: dict[Group, Unit]
-) -> None:
-    for scope in scopes:
-        hooks.attach(scope.module, [units[group] for group in scope.groups])
-    for module in model.modules():
-        if next(module.parameters(recurse=False), None) is not None:
-            hooks.copy_on_state_dict(module)
-    for group, unit in units.items():
-        for parameter in group.parameters if unit.records.tiles else ():
-            hooks.take_gradient(parameter)

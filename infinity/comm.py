@@ -1,29 +1,201 @@
 """The collective hops: the only module that talks to torch.distributed.
 
-With one rank every hop is the identity: the shard is the whole, and nothing is copied.
+With one rank every hop is the identity: the shard is the whole, and nothing is copied. Which
+collective comes next is agreed on elsewhere (`agreement`).
+
+Note: a rank that fails
+
+The others wait in a collective. If its process has ended they are told so at once, else after
+`open`'s timeout; in both cases they raise `RankError`, with the reason if the rank left one
+(`leave_reason`), or with the ranks that did not come.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any, Final
+
 import torch
 import torch.distributed as dist
+
+from tiering.errors import ConfigError, RankError
 
 # Newer releases of torch have other names for the same two collectives.
 _ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
+_REASON_S: Final = 5.0  # how long a failed collective asks for the reason
+
+
+def init_distributed(backend: str | None = None, *, timeout_s: float | None = None) -> None:
+    """Make torch's process group if a launcher such as torchrun has started several processes.
+
+    Does nothing if there is a group, or one process only. `infinity.initialize` calls it.
+
+    Args:
+        backend: of torch.distributed; None: nccl and gloo where there is a GPU, else gloo.
+        timeout_s: of the group's collectives; None: torch's default.
+    """
+    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ
+    if not dist.is_available() or dist.is_initialized() or alone:
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    chosen = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+    dist.init_process_group(chosen, timeout=timeout)
+
 
 class Communicator:
-    """The ranks that share each unit.
+    """The ranks of the process group; one if there is none.
 
-    Without an initialised process group there is one rank. A launcher (torchrun) makes the group;
-    this class only uses it.
+    Only `agree` works before `open`.
     """
 
     def __init__(self) -> None:
         grouped = dist.is_available() and dist.is_initialized()
         self.rank: int = dist.get_rank() if grouped else 0
         self.size: int = dist.get_world_size() if grouped else 1
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0")) if self.size > 1 else 0
+        self._talk: Any = None
+        self._data: Any = None
+        self._timeout_s = 0.0
+        self._reasons: Any = None
+
+    def open(self, device: torch.device, *, timeout_s: float) -> None:
+        """Make groups of one's own, so that no collective of the user's gets in between.
+
+        All ranks call it together.
+
+        Args:
+            device: of the tensors that will be given.
+            timeout_s: longest wait for the other ranks in one collective.
+        """
+        if self.size == 1:
+            return
+        timeout = timedelta(seconds=timeout_s)
+        self._timeout_s = timeout_s
+        self._talk = dist.new_group(backend="gloo", timeout=timeout)
+        on_device = device.type == "cuda"
+        self._data = dist.new_group(backend="nccl", timeout=timeout) if on_device else self._talk
+        store = dist.distributed_c10d._get_default_store()  # noqa: SLF001
+        self._reasons = dist.PrefixStore(f"zero_infinity/{self._talk.group_name}", store)
+
+    def close(self) -> None:
+        """Leave the groups, without waiting for anybody."""
+        groups = dict.fromkeys(g for g in (self._data, self._talk) if g is not None)
+        self._talk = self._data = None
+        if dist.is_initialized():
+            for group in groups:
+                with contextlib.suppress(RuntimeError, ValueError):
+                    dist.destroy_process_group(group)
+
+    # -- one rank's failure is everybody's
+
+    @contextlib.contextmanager
+    def agree(self) -> Iterator[None]:
+        """What fails in the body on any rank fails on all; all ranks leave it together.
+
+        Raises:
+            RankError: it failed on another rank only; ConfigError if it was that there.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as own:  # noqa: BLE001 - raised again below, when all have heard of it
+            error = own
+        found = self.gather_objects(None if error is None else _said(error))
+        if error is not None:
+            raise error
+        for rank, said in enumerate(found):
+            if said is not None:
+                kind = ConfigError if said[0] == ConfigError.__name__ else RankError
+                raise kind(f"rank {rank} failed: {said[0]}: {said[1]}")
+
+    def agree_on(self, lines: Sequence[str]) -> None:
+        """Refuse, on all ranks, if they do not all have the same.
+
+        Args:
+            lines: what should be the same, line by line.
+
+        Raises:
+            ConfigError: names the first difference.
+        """
+        everybody = self.gather_objects(list(lines))
+        for rank, others in enumerate(everybody):
+            for number in range(max(len(others), len(everybody[0]))):
+                theirs, first = (
+                    said[number] if number < len(said) else "nothing more"
+                    for said in (others, everybody[0])
+                )
+                if theirs != first:
+                    raise ConfigError(
+                        f"the ranks disagree: rank 0 has {first}, rank {rank} has {theirs}; every "
+                        "rank must build the same model with the same configuration"
+                    )
+
+    def gather_objects(self, mine: Any) -> list[Any]:  # noqa: ANN401 - whatever can be pickled
+        """Everybody's, by rank."""
+        if self.size == 1:
+            return [mine]
+        found: list[Any] = [None] * self.size
+        with self._explaining("the start"):
+            dist.all_gather_object(found, mine, group=self._talk)
+        return found
+
+    def leave_reason(self, error: BaseException) -> None:
+        """Say why this rank will come to no more collectives."""
+        if self._reasons is not None:
+            with contextlib.suppress(Exception):  # the others may be gone as well
+                self._reasons.set(f"failed/{self.rank}", " ".join(_said(error)))
+
+    @contextlib.contextmanager
+    def _explaining(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise RankError(f"{what} failed on rank {self.rank}: {self._explain(error)}") from error
+
+    def _explain(self, error: RuntimeError) -> str:
+        """Who is missing, and why as far as that is known."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        if self._reasons is None:
+            return str(error)
+        try:
+            self._reasons.set(f"waiting/{self.rank}", "")
+            told = [r for r in others if self._reasons.check([f"failed/{r}"])]
+            if told:
+                reason = self._reasons.get(f"failed/{told[0]}").decode()
+                return f"rank {told[0]} failed: {reason}"
+            silent = [r for r in others if not self._is_waiting(r)]
+        except (RuntimeError, ValueError):
+            return f"other ranks have gone ({error})"
+        names = ", ".join(map(str, silent))
+        return (
+            f"rank {names} did not come to it within {self._timeout_s:g} s "
+            f"(tiering.collective_timeout_s), or has gone ({error})"
+        )
+
+    def _is_waiting(self, rank: int) -> bool:
+        with contextlib.suppress(RuntimeError, ValueError):
+            self._reasons.wait([f"waiting/{rank}"], timedelta(seconds=_REASON_S))
+            return True
+        return False
+
+    # -- the hops
+
+    def exchange(self, mine: Sequence[float]) -> list[list[float]]:
+        """Everybody's numbers, by rank; all give equally many."""
+        if self.size == 1:
+            return [list(mine)]
+        numbers = torch.tensor(mine, dtype=torch.float64)
+        found = torch.empty(self.size * len(mine), dtype=torch.float64)
+        with self._explaining("an exchange"):
+            _ALL_GATHER(found, numbers, group=self._talk)
+        return [list(map(float, part)) for part in found.view(self.size, -1).tolist()]
 
     def all_gather(self, shard: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
         """Put all ranks' shards together.
@@ -37,20 +209,39 @@ class Communicator:
         """
         if self.size == 1:
             return shard
-        _ALL_GATHER(whole, shard)
+        with self._explaining("an all-gather"):
+            _ALL_GATHER(whole, shard, group=self._data)
         return whole
 
     def reduce_scatter(self, whole: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
-        """Average all ranks' buffers and keep the own part.
+        """Sum all ranks' buffers and keep the own part.
 
         Args:
             whole: shape (numel,). Its contents are undefined afterwards.
-            shard: shape (numel / size,), same dtype and device; receives the mean.
+            shard: shape (numel / size,), same dtype and device; receives the sum.
 
         Returns:
             ``shard``; with one rank ``whole`` itself, and ``shard`` is not touched.
         """
         if self.size == 1:
             return whole
-        _REDUCE_SCATTER(shard, whole.div_(self.size))
+        with self._explaining("a reduce-scatter"):
+            _REDUCE_SCATTER(shard, whole, group=self._data)
         return shard
+
+    def all_reduce(self, whole: torch.Tensor) -> torch.Tensor:
+        """Sum all ranks' buffers, in place."""
+        if self.size > 1:
+            with self._explaining("an all-reduce"):
+                dist.all_reduce(whole, group=self._data)
+        return whole
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Give every rank what rank 0 has, in place; contiguous, on the device of `open`."""
+        if self.size > 1:
+            with self._explaining("a broadcast"):
+                dist.broadcast(tensor, src=0, group=self._data)
+
+
+def _said(error: BaseException) -> tuple[str, str]:
+    return type(error).__name__, str(error)

@@ -140,7 +140,7 @@ class OffloadOptimizer(_Section):
 class ZeroOptimization(_Section):
     """``zero_optimization``."""
 
-    stage: Literal[3] = 3
+    stage: Literal[0, 1, 2, 3] = 0
     """Parameters, gradients and optimizer state are all partitioned and paged."""
     offload_param: OffloadParam = OffloadParam()
     offload_optimizer: OffloadOptimizer = OffloadOptimizer()
@@ -182,7 +182,8 @@ def _switched_off(value: object) -> object:
 class Fp16(_Section):
     """``fp16``: accepted only switched off, with whatever else templates have in it."""
 
-    enabled: Annotated[Literal[False], BeforeValidator(_switched_off)] = False
+    enabled: bool = False
+    consecutive_hysteresis: bool = False
     auto_cast: bool = False
     """No effect."""
     loss_scale: float = 0
@@ -309,18 +310,35 @@ class Tiering(_Section):
     without clipping whose loop always steps after backward: what an update does (rates, decay) is
     settled by then, and `zero_grad` or a change of it before the step is an error.
     """
+    collective_timeout_s: float = 600.0
+    """t"""
+    nonfinite_gradients: Literal["ignore", "skip", "raise"] = "ignore"
+    """n"""
+    max_skipped_steps: Positive = 50
+    """m"""
+    keep_fp32: tuple[str, ...] = ()
+    """k"""
     max_unit_numel: Positive = 2**28
     """A list element larger than this is split into units at its children."""
 
 
+class DataTypes(_Section):
+    grad_accum_dtype: str | None = None
+
+
 class Config(_Section):
     """The whole file."""
+
+    data_types: DataTypes = DataTypes()
 
     train_batch_size: Positive | Auto = "auto"
     train_micro_batch_size_per_gpu: Positive | Auto = "auto"
     gradient_accumulation_steps: Positive | Auto = "auto"
     gradient_clipping: Annotated[float, Field(ge=0)] | Auto = 0.0
     """Largest global gradient norm; 0: no clipping."""
+    communication_data_type: str | None = None
+    prescale_gradients: bool = False
+    gradient_predivide_factor: float = 1.0
     steps_per_print: Positive | Auto = 10
     """No effect yet."""
     wall_clock_breakdown: bool = False

@@ -12,7 +12,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
@@ -21,14 +21,16 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from infinity.agreement import Place
 from infinity.assembly import OptimizerGroups, Parts, assemble
+from infinity.comm import Communicator
 from infinity.config import Batch, Config
 from infinity.gradients import UnitGradients
 from infinity.optimizer import PagedAdam
 from infinity.schedule import Schedule
 from infinity.trace_file import read_traces, write_traces
 from tiering.aio import Faults
-from tiering.errors import EngineClosedError, TieringWarning
+from tiering.errors import EngineClosedError, RankError, TieringWarning
 from tiering.volumes import VolumeStats
 
 
@@ -74,6 +76,7 @@ class InfinityEngine:
         model: taken over: its parameters stay the user's objects, their memory is the engine's.
         config: checked already.
         optimizer: parameter groups and what they leave out.
+        comm: the ranks, each of which makes an engine like this one.
         faults: for tests: what goes wrong in the I/O below.
     """
 
@@ -83,20 +86,33 @@ class InfinityEngine:
         config: Config,
         optimizer: OptimizerGroups,
         *,
+        comm: Communicator,
         faults: Faults | None = None,
     ) -> None:
         self.module = model
         self.config = config
         self.global_steps = 0
-        self.batch: Batch = config.batch(world_size=1)
+        """Steps so far, with those that were skipped."""
+        self.micro_steps = 0
+        """Micro-batches that went through backward so far."""
+        self.world_size = comm.size
+        self.global_rank = comm.rank
+        self.local_rank = comm.local_rank
+        self.batch: Batch = config.batch(world_size=comm.size)
+        self._is_scaled = False  # the loss of the user's next own backward
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._micro_steps = 0
+        self._boundary: bool | None = None  # as the user has set it
+        self._awaits_step = False  # a backward has run since the last call of step
+        self._was_applied = False
         self._cycle = ""  # the kind of training pass under way, or the last one
         self._told_unmanaged: set[str] = set()
         closing = ExitStack()
         try:
-            self._parts: Parts = assemble(model, config, optimizer, closing, faults=faults)
+            self._parts: Parts = assemble(
+                model, config, optimizer, closing, comm=comm, faults=faults
+            )
         except BaseException:
             closing.close()
             raise
@@ -158,36 +174,73 @@ class InfinityEngine:
         finally:
             self._parts.schedule.end_forward()
 
-    def backward(self, loss: torch.Tensor) -> torch.Tensor:
-        """Run backward of one micro-batch's loss, divided by the number of micro-batches of a step.
+    def backward(
+        self,
+        loss: torch.Tensor,
+        *,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+    ) -> torch.Tensor:
+        """Run backward of one micro-batch's loss.
+
+        The loss is divided by the number of micro-batches of a step, and multiplied by the loss
+        scale.
 
         Args:
             loss: one element.
+            retain_graph: keep what autograd has saved, for another backward.
+            scale_wrt_gas: False: do not divide; the loss has its share of the step already.
 
         Returns:
             The loss as it was given.
         """
         with self._in_use():
-            scaled = loss if self.batch.accumulation == 1 else loss / self.batch.accumulation
+            scaled = self._scaled(loss, by_accumulation=scale_wrt_gas)
             try:
-                scaled.backward()
+                scaled.backward(retain_graph=retain_graph)
             except BaseException as error:
                 self.optimizer.backward_failed(error)
                 raise
             finally:
                 self._parts.schedule.backward_ran = False
-            self._micro_steps += 1
+            self._count_backward()
             return loss
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return what `backward` runs backward of, for a ``.backward()`` of one's own."""
+        self._is_scaled = True
+        return self._scaled(loss, by_accumulation=True)
+
+    def _scaled(self, loss: torch.Tensor, *, by_accumulation: bool) -> torch.Tensor:
+        divisor = self.batch.accumulation if by_accumulation else 1
+        factor = self.optimizer.loss_scale
+        scaled = loss if divisor == 1 else loss / divisor
+        # In fp32: a scaled loss is larger than fp16 has numbers for.
+        return scaled if factor == 1.0 else scaled.float() * factor
 
     def _update_early(self, gradients: UnitGradients) -> None:
         """A unit has its gradients of this micro-batch."""
-        if (self._micro_steps + 1) % self.batch.accumulation == 0:
+        if self._completes(self._micro_steps + 1):
             self.optimizer.update_early(gradients)
+
+    def _count_backward(self) -> None:
+        self._micro_steps += 1
+        self.micro_steps += 1
+        self._awaits_step = True
 
     def _count_plain_backward(self) -> None:
         """A ``loss.backward()`` of the user's since the last call counts as a micro-batch."""
-        self._micro_steps += self._parts.schedule.backward_ran
+        if not self._parts.schedule.backward_ran:
+            return
         self._parts.schedule.backward_ran = False
+        self._count_backward()
+        is_scaled, self._is_scaled = self._is_scaled, False
+        if self.optimizer.loss_scale != 1.0 and not is_scaled:
+            self.optimizer.zero_grad()
+            raise RuntimeError(
+                "loss.backward() without the loss scale that fp16 needs; call "
+                "engine.backward(loss), or engine.scale(loss).backward()"
+            )
 
     def step(self) -> None:
         """Update the weights, if all micro-batches of the step have been through backward.
@@ -205,14 +258,18 @@ class InfinityEngine:
             self._count_plain_backward()
             if self._micro_steps == 0:
                 raise RuntimeError("engine.step() without engine.backward(loss) before it")
-            if not self.is_gradient_accumulation_boundary():
+            is_boundary = self.is_gradient_accumulation_boundary()
+            self._was_applied = False
+            self._awaits_step = False
+            if not is_boundary:
                 return
             self._warn_of_unmanaged()
             self.optimizer.step()
             self._micro_steps = 0
             self.global_steps += 1
+            self._was_applied = not self.optimizer.overflow
             self._parts.pager.end(self._cycle)
-            if self.lr_scheduler is not None:
+            if self.lr_scheduler is not None and self.was_step_applied():
                 self.lr_scheduler.step()
             self._parts.store.raise_failed_writes()
             self._begin_cycle()  # so that reading goes on until the next forward
@@ -234,8 +291,32 @@ class InfinityEngine:
                 )
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether a `step` now updates the weights."""
-        return self._micro_steps % self.batch.accumulation == 0
+        """Whether the micro-batch under way is the last of its step, which `step` then makes."""
+        current = self._micro_steps if self._awaits_step else self._micro_steps + 1
+        return self._completes(current)
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:  # noqa: FBT001
+        """Decide oneself, from now on, whether the next `step` updates the weights."""
+        self._boundary = is_boundary
+
+    def _completes(self, micro_steps: int) -> bool:
+        if self._boundary is not None:
+            return self._boundary
+        return micro_steps % self.batch.accumulation == 0
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate within; a step is counted by micro-batches, so there is nothing to switch."""
+        yield
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step` updated the weights: it was a boundary, and was not skipped."""
+        return self._was_applied
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that updated nothing because gradients were not finite."""
+        return self.optimizer.skipped_steps
 
     def zero_grad(self) -> None:
         """Forget the gradients that have come since the last step."""
@@ -244,6 +325,7 @@ class InfinityEngine:
             self._parts.schedule.backward_ran = False
             self.optimizer.zero_grad()
             self._micro_steps = 0
+            self._awaits_step = False
 
     def train(self, mode: bool = True) -> InfinityEngine:  # noqa: FBT001, FBT002 - nn.Module's
         """Switch the model to training mode."""
@@ -266,6 +348,18 @@ class InfinityEngine:
     def train_micro_batch_size_per_gpu(self) -> int | None:
         """Samples of a micro-batch on one rank; None if the config leaves it open."""
         return self.batch.micro
+
+    def train_batch_size(self) -> int | None:
+        """Samples of a step on all ranks; None if the config leaves it open."""
+        return (
+            None
+            if self.batch.micro is None
+            else (self.batch.micro * self.batch.accumulation * self.world_size)
+        )
+
+    def zero_optimization_stage(self) -> int:
+        """What is partitioned: 0 nothing, 1 optimizer states, 2 gradients, 3 parameters."""
+        return self.config.zero_optimization.stage
 
     def get_lr(self) -> list[float]:
         """Learning rate of each parameter group."""
@@ -336,16 +430,20 @@ class InfinityEngine:
             TransferError: a write failed; its bytes are still in memory.
         """
         with self._in_use():
-            self._parts.schedule.reset()
+            self._parts.schedule.release_all()
             self._settle()
             self._parts.store.flush()
 
     def close(self) -> None:
         """Wait for what is under way, remove the swap folders and free the memory.
 
-        The model's parameters stay released: take ``module.state_dict()`` before, if its weights
-        are wanted. A second call does nothing.
+        With several ranks, all close together: until then each still gives the others what they
+        need. The model's parameters stay released: take ``module.state_dict()`` before, if its
+        weights are wanted. A second call does nothing.
         """
+        if self._finalizer.alive and os.getpid() == self._pid and not self.optimizer.torn:
+            with suppress(RankError):  # the others have gone already
+                self._parts.agreement.meet(Place.CLOSE)
         self._finalizer()
 
     def __enter__(self) -> InfinityEngine:
@@ -357,7 +455,11 @@ class InfinityEngine:
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        if value is None:
+            self.close()
+        else:  # the others are somewhere else, and learn of it there
+            self._parts.comm.leave_reason(value)
+            self._finalizer()
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
@@ -371,6 +473,9 @@ class InfinityEngine:
             raise RuntimeError("another thread is using the engine; let one do so at a time")
         try:
             yield
+        except BaseException as error:
+            self._parts.comm.leave_reason(error)
+            raise
         finally:
             self._lock.release()
 

@@ -3,19 +3,27 @@
 Note: the trip of a gradient
 
 Autograd finishes a parameter's gradient; `UnitGradients.deposit` rounds it into its place in the
-unit's buffer and lets the original go. When the unit's backward is over, `close` averages over
-ranks (`reduce_scatter`) and the own part is the record, in host memory (or on the drive, when its
-budget cannot hold all). With one rank the buffer *is* the record. More micro-batches add to what is
+unit's buffer and lets the original go. With one rank the buffer is the gradient record itself, in
+host memory (or on the drive, when its budget cannot hold all). More micro-batches add to what is
 there. Parameters that got no gradient stay marked as such, and the update skips them, as torch
 does. At the step `take` hands over what came; the record stays until the update has used it.
+
+Note: several ranks
+
+Where gradients are partitioned (stages 2 and 3), `close` sums the buffers of all ranks when the
+unit's backward is over (`reduce_scatter`), and the record holds the own part of the mean. Below, a
+rank keeps whole gradients of its own until the step, and `reduce` makes them one. A rank adds what
+it has got when the ranks come to sum a unit, be it all, a part or nothing; what comes later goes
+into a further sum. So the mean does not depend on who used what, and when.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
+from infinity.agreement import Agreement
 from infinity.comm import Communicator
 from infinity.unit import Unit
 from tiering.prefetch import Prefetcher
@@ -25,31 +33,54 @@ from tiering.trace import Access
 _PART_NUMEL: Final = 2**18  # squared at once: 1 MiB of them, which stays in the cache
 
 
+class Reduction(NamedTuple):
+    """How the ranks' gradients become one, their mean."""
+
+    comm: Communicator
+    agreement: Agreement
+    device: torch.device
+    """Where the sum is made."""
+    is_early: bool = True
+    """After each backward pass, to the own part; else at the step."""
+    dtype: torch.dtype | None = None
+    """What travels; None: the type of the record."""
+    predivisor: float = 1.0
+    """Of gradients before the sum; what is left of the number of ranks divides it."""
+
+    @property
+    def in_record(self) -> bool:
+        """Whether gradients are collected in the record itself."""
+        return self.comm.size == 1 or not self.is_early
+
+
 class UnitGradients:
     """The gradients of one unit in one training cycle (all micro-batches of a step).
 
     Args:
         unit: whose.
         pager: leases the record.
+        reduction: over the ranks.
         early: whether they are used under backward.
     """
 
     def __init__(
-        self, unit: Unit, pager: Prefetcher, comm: Communicator, *, early: bool = False
+        self, unit: Unit, pager: Prefetcher, reduction: Reduction, *, early: bool = False
     ) -> None:
         self.unit = unit
         self.early = early
         self.arrived: set[int] = set()
         """Parameters that got a gradient in this cycle, by index."""
         self.square_sum = 0.0
-        """Of the own part of all that came in this cycle; valid after `close`."""
+        """Of the own part of all that came in this cycle; valid after `close`, or `reduce`."""
         self.is_spent = False
         """Whether the update has been made, and the cycle has not ended."""
         self._seen: set[int] = set()  # in this backward pass
         self._pager = pager
-        self._comm = comm
+        self._reduction = reduction
+        self._number = reduction.agreement.add(self._add_sum)
         self._lease: Lease | None = None
         self._whole: torch.Tensor | None = None
+        self._is_fresh = True  # nothing of this cycle is in the record
 
     @torch.no_grad()
     def deposit(self, index: int, gradient: torch.Tensor) -> None:
@@ -87,16 +118,34 @@ class UnitGradients:
     def close(self) -> None:
         """The unit's backward is over: reduce, and let the record go, if anything came."""
         self._seen.clear()
-        if self._lease is None or self._whole is None:
+        if self._whole is None:
             return
-        record = self._lease["gradient"]
+        if not self._reduction.in_record:
+            self._reduction.agreement.perform(self._number)
+            return
         self._fill_missing(self._whole)
-        if self._whole is not record:
-            shard = torch.empty_like(record, device=self._whole.device)
-            record.add_(self._comm.reduce_scatter(self._whole, shard))
-        self.square_sum = square_sum(record)
-        self._lease.release()
-        self._lease = self._whole = None
+        if self._reduction.comm.size == 1:
+            self.square_sum = square_sum(self._whole)
+        self._end_lease()
+
+    def reduce(self) -> None:
+        """At the step, all ranks together: make whole gradients the mean of all.
+
+        Where that has been done already there is nothing left to do.
+        """
+        reduction = self._reduction
+        if reduction.comm.size == 1 or not reduction.in_record:
+            return
+        self.unit.settle()  # as in `_open`, where this rank may not have been
+        fresh = self._is_fresh
+        with self._pager.lease(self.unit.records.gradient.key, _access(fresh)) as lease:
+            record = lease["gradient"]
+            if fresh:
+                record.zero_()
+            own = record[slice(*self.unit.records.own_of_gradient)]
+            own.copy_(self._mean(record))
+            self.square_sum = square_sum(own)
+        self._is_fresh = False
 
     def lease(self) -> Lease:
         """The record, for the update to read: ``gradient``, shape (shard numel,)."""
@@ -107,6 +156,7 @@ class UnitGradients:
         self.close()
         arrived = frozenset(self.arrived)
         self.arrived.clear()
+        self._is_fresh = True
         return arrived
 
     def drop(self) -> None:
@@ -114,30 +164,87 @@ class UnitGradients:
         self._pager.discard(self.unit.records.gradient.key)
 
     def discard(self) -> None:
-        """Forget everything that came in this cycle."""
-        if self.take():
+        """Forget everything that came in this cycle, on this rank."""
+        self._seen.clear()
+        if self._lease is not None:
+            self._end_lease()
+        self._whole = None
+        empty = self._is_fresh
+        self.arrived.clear()
+        self._is_fresh = True
+        if not empty:
             self.drop()
+
+    def first_nonfinite(self) -> int | None:
+        """The first parameter, by index, with an infinity or no number in this rank's part."""
+        records = self.unit.records
+        with self.lease() as lease:
+            own = lease["gradient"][slice(*records.own_of_gradient)]
+            for index, place in enumerate(self.unit.layout.parameters):
+                part = place.intersect(records.own)
+                values = own[slice(*part.relative_to(records.own.start))]
+                if part.numel and not bool(values.isfinite().all()):
+                    return index
+        return None
 
     def _open(self) -> torch.Tensor:
         if self._whole is not None:
             return self._whole
         self.unit.settle()  # or this would overwrite what an update still needs
-        fresh = not self.arrived
-        access = Access.OVERWRITE if fresh else Access.UPDATE
-        self._lease = self._pager.lease(self.unit.records.gradient.key, access)
-        record = self._lease["gradient"]
-        self._whole = record
-        if self._comm.size > 1:
-            if fresh:
-                record.zero_()
-            self._whole = record.new_zeros(self.unit.layout.numel)
+        records = self.unit.records
+        if self._reduction.in_record:
+            self._lease = self._pager.lease(records.gradient.key, _access(self._is_fresh))
+            self._is_fresh = False
+            self._whole = self._lease["gradient"]
+        else:
+            dtype = records.gradient.tensors[0].dtype
+            numel = self.unit.layout.numel
+            self._whole = torch.zeros(numel, dtype=dtype, device=self._reduction.device)
         return self._whole
+
+    def _end_lease(self) -> None:
+        assert self._lease is not None
+        self._lease.release()
+        self._lease = self._whole = None
 
     def _fill_missing(self, whole: torch.Tensor) -> None:
         """Zero what no gradient came for, and what pads the others."""
         for index, place in enumerate(self.unit.layout.parameters):
             padded = self.unit.layout.padded(index)
             whole[place.stop if index in self.arrived else place.start : padded.stop].zero_()
+
+    @torch.no_grad()
+    def _add_sum(self, wanted: bool) -> None:  # noqa: FBT001 - who wants it makes no difference
+        """Take part in a sum with what has come so far, and add the own part to the record."""
+        del wanted
+        whole = self._open()
+        with self._pager.lease(self.unit.records.gradient.key, _access(self._is_fresh)) as lease:
+            record, mean = lease["gradient"], self._mean(whole)
+            if self._is_fresh:
+                record.copy_(mean)
+            else:
+                record.add_(mean)
+            self.square_sum = square_sum(record)
+        self._whole = None
+        self._is_fresh = False
+
+    def _mean(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the mean over all ranks; ``whole`` is used up."""
+        comm, predivisor = self._reduction.comm, self._reduction.predivisor
+        summed = whole.to(self._reduction.device, self._reduction.dtype or whole.dtype)
+        if predivisor != 1.0:
+            summed.div_(predivisor)
+        if self.unit.layout.world_size == 1:
+            comm.all_reduce(summed)
+        else:
+            summed = comm.reduce_scatter(summed, summed.new_empty(self.unit.layout.shard_numel))
+        if predivisor != comm.size:
+            summed.div_(comm.size / predivisor)
+        return summed
+
+
+def _access(fresh: bool) -> Access:  # noqa: FBT001
+    return Access.OVERWRITE if fresh else Access.UPDATE
 
 
 def square_sum(gradient: torch.Tensor) -> float:

@@ -19,6 +19,12 @@ can see an old weight: every use of a unit goes through `Unit.gather`, which set
 Where that was asked for, some units are updated earlier: under backward, when their gradients are
 complete. Then the drive has work in both passes, and those gradients need no room until the step.
 
+Note: what the ranks decide together
+
+At the step all ranks have finished backward. They tell each other which parameters got a gradient
+anywhere, so that all update the same ones, and sum the squares of their parts. From there on each
+goes on alone: what they decide on (norm, scale, skipping) is the same on all.
+
 What would break it: changing a gradient record between the step and the update. `UnitGradients`
 settles the unit before it opens the record for the next cycle. Losing an update, or making it
 twice: it is due until its last tile is done, and one that is interrupted in between tears the
@@ -30,18 +36,22 @@ from __future__ import annotations
 import functools
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import nn
 
 from infinity.adam import AdamSettings, AdamState, adam_step
+from infinity.agreement import Agreement, Place
+from infinity.comm import Communicator
 from infinity.gradients import UnitGradients
+from infinity.loss_scale import LossScale, LossScaleError, StaticLossScale
 from infinity.partition import Extent
 from infinity.unit import Unit, UnitState
-from tiering.errors import ConfigError, EngineClosedError
+from tiering.errors import ConfigError, EngineClosedError, TieringWarning
 from tiering.prefetch import Prefetcher
 from tiering.store import Lease
 from tiering.trace import Access
@@ -66,6 +76,17 @@ class Decision(NamedTuple):
     scale: float
 
 
+class StepRules(NamedTuple):
+    """What a step does with its gradients as a whole."""
+
+    max_norm: float = 0.0
+    """Largest global gradient norm; 0 for no clipping."""
+    nonfinite: Literal["ignore", "skip", "raise"] = "ignore"
+    """What becomes of a step whose gradients are not all finite."""
+    max_skipped: int = 0
+    """Most steps skipped in a row with a scale that stays; one more is an error. 0: no limit."""
+
+
 class PagedAdam(torch.optim.Optimizer):
     """Adam or AdamW on paged state. ``param_groups`` steer it as they do torch's own.
 
@@ -75,25 +96,38 @@ class PagedAdam(torch.optim.Optimizer):
             fused.
         gradients: one a trained unit, in the order of the model.
         pager: leases records, fetches ahead and writes behind.
-        max_norm: largest global gradient norm; 0 for no clipping.
+        rules: for a step as a whole.
+        loss_scale: by which gradients are too large.
+        comm: the ranks that step together.
+        agreement: where they meet.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         groups: Sequence[dict[str, Any]],
         defaults: dict[str, Any],
         *,
         gradients: Sequence[UnitGradients],
         pager: Prefetcher,
-        max_norm: float,
+        rules: StepRules,
+        loss_scale: LossScale,
+        comm: Communicator,
+        agreement: Agreement,
     ) -> None:
         self._managed = {p for g in gradients for p in g.unit.parameters}
         super().__init__([dict(group) for group in groups], defaults)
         self.global_grad_norm: float | None = None
         """Norm of the last step's gradients before clipping; None before the first step."""
+        self.overflow = False
+        """Whether the last step was skipped because its gradients were not finite."""
+        self.skipped_steps = 0
         self._gradients = tuple(gradients)
         self._pager = pager
-        self._max_norm = max_norm
+        self._rules = rules
+        self._loss_scale = loss_scale
+        self._comm = comm
+        self._agreement = agreement
+        self._skipped_in_a_row = 0
         self._steps: dict[nn.Parameter, int] = {}
         self._pid = os.getpid()
         self._due: dict[Unit, Decision] = {}  # decided and not made yet
@@ -113,15 +147,26 @@ class PagedAdam(torch.optim.Optimizer):
             EngineClosedError: an earlier update is torn.
             RuntimeError: rates or other settings were changed after some units were updated under
                 backward; the engine goes on no more.
+            LossScaleError: gradients are not finite, and the rules say so; nothing was updated.
+            RankError: another rank failed.
         """
         self.refuse_if_torn()
         if closure is not None:
             raise ValueError(
                 "a closure is not supported; call engine(...), engine.backward(...), engine.step()"
             )
-        active = [g for g in self._gradients if g.arrived]
+        self._agreement.meet(Place.STEP)
+        active = self._arrived_anywhere()
+        self.global_grad_norm = self._norm([*active, *self._made_early])
         settings = self._settings()
-        scale = self._clip_scale([*active, *self._made_early])
+        self.overflow = not math.isfinite(self.global_grad_norm) and self._is_refused()
+        if self.overflow:
+            self._end_early(settings)
+            self._skip(active)
+            return
+        scale = self._clip_scale() / self._loss_scale.value
+        self._loss_scale.update(overflow=False)
+        self._skipped_in_a_row = 0
         self._end_early(settings)
         self.settle()
         try:
@@ -250,13 +295,88 @@ class PagedAdam(torch.optim.Optimizer):
 
     # -- before the tiles
 
-    def _clip_scale(self, active: Sequence[UnitGradients]) -> float:
+    def _arrived_anywhere(self) -> list[UnitGradients]:
+        """Those with a gradient on any rank, which all ranks have now made one."""
+        for gradients in self._gradients:
+            gradients.close()
+        if self._comm.size > 1:
+            places = [(g, i) for g in self._gradients for i in range(len(g.unit.parameters))]
+            flags = self._comm.exchange([float(index in g.arrived) for g, index in places])
+            for (gradients, index), *found in zip(places, *flags, strict=True):
+                if any(found):
+                    gradients.arrived.add(index)
+        active = [g for g in self._gradients if g.arrived]
+        for gradients in active:
+            gradients.reduce()
+        return active
+
+    def _norm(self, active: Sequence[UnitGradients]) -> float:
+        """Of all gradients of all ranks, as they would be without a loss scale."""
+        own = math.fsum(g.square_sum for g in active)
+        shared = all(g.unit.layout.world_size > 1 for g in active)
+        parts = self._comm.exchange([own]) if shared else [[own]]
+        return math.sqrt(math.fsum(part for (part,) in parts)) / self._loss_scale.value
+
+    def _clip_scale(self) -> float:
         """What gradients are multiplied by. Source: torch.nn.utils.clip_grad_norm_."""
-        self.global_grad_norm = math.sqrt(math.fsum(g.square_sum for g in active))
-        if not self._max_norm:
+        assert self.global_grad_norm is not None
+        if not self._rules.max_norm:
             return 1.0
-        scale = self._max_norm / (self.global_grad_norm + 1e-6)
+        scale = self._rules.max_norm / (self.global_grad_norm + 1e-6)
         return min(scale, 1.0)  # a norm that is not a number stays one, as in torch
+
+    # -- gradients that are not finite
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by; 1 without fp16."""
+        return self._loss_scale.value
+
+    def _is_refused(self) -> bool:
+        return self._rules.nonfinite != "ignore"
+
+    def _skip(self, active: Sequence[UnitGradients]) -> None:
+        """Forget the gradients, and leave weights and states as they are."""
+        where = self._first_nonfinite(active)
+        for gradients in self._gradients:
+            gradients.discard()
+        if self._rules.nonfinite == "raise":
+            raise LossScaleError(
+                f"the gradient of {where} is not finite (tiering.nonfinite_gradients is raise); "
+                "nothing was updated"
+            )
+        self.skipped_steps += 1
+        self._skipped_in_a_row += 1
+        try:
+            self._loss_scale.update(overflow=True)
+        except LossScaleError as error:
+            raise LossScaleError(f"{error}; the first is that of {where}") from None
+        if not isinstance(self._loss_scale, StaticLossScale):
+            return
+        if 0 < self._rules.max_skipped < self._skipped_in_a_row:
+            raise LossScaleError(
+                f"{self._skipped_in_a_row} steps in a row were skipped "
+                f"(tiering.max_skipped_steps is {self._rules.max_skipped}): the gradient of "
+                f"{where} is not finite"
+            )
+        warnings.warn(
+            f"a step was skipped: the gradient of {where} is not finite",
+            TieringWarning,
+            stacklevel=4,
+        )
+
+    def _first_nonfinite(self, active: Sequence[UnitGradients]) -> str:
+        """The name of the first parameter whose gradient is not finite, on any rank."""
+        names = [name for g in active for name in g.unit.names]
+        first, before = len(names), 0
+        for gradients in active:
+            found = gradients.first_nonfinite()
+            if found is not None:
+                first = before + found
+                break
+            before += len(gradients.unit.names)
+        (least,) = min(self._comm.exchange([float(first)]))
+        return repr(names[int(least)]) if least < len(names) else "a parameter"
 
     def _settings(self) -> Settings:
         settings = {}
@@ -310,9 +430,10 @@ class PagedAdam(torch.optim.Optimizer):
                 records.tiles, records.extents, decision.runs, strict=True
             ):
                 own = slice(*extent.relative_to(records.own.start))
+                part = slice(*extent.relative_to(records.own.start - records.own_of_gradient.start))
                 with self._pager.lease(spec.key, Access.UPDATE) as tile:
                     self._update_tile(
-                        tile, runs, gradient["gradient"][own], extent.start, decision.scale
+                        tile, runs, gradient["gradient"][part], extent.start, decision.scale
                     )
                     shard["shard"][own].copy_(tile["master"])
                 self._pager.write_back(spec.key)

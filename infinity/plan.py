@@ -22,21 +22,33 @@ _SHARDS = 2  # beside those in use: one is read ahead, one published
 _TENSORS_A_TILE = 4  # in DeepSpeed's counting: master, exp_avg, exp_avg_sq, gradient
 
 
+class ElementBytes(NamedTuple):
+    """Bytes of one element."""
+
+    storage_bytes: int
+    gradient_bytes: int
+
+
 class UnitSize(NamedTuple):
     """What the plan must know of a unit on one rank."""
 
     shard_numel: int
     trained: bool
+    element_bytes: ElementBytes
     early: bool = False
     """Updated under backward: its gradients need not wait for the step."""
+    whole_gradient_numel: int = 0
+    """Where a rank keeps whole gradients until the step, of all the unit."""
 
 
 class ModelSize(NamedTuple):
     """What the plan must know of a model on one rank."""
 
     units: Sequence[UnitSize]
-    active_numel: int
-    """Most shard elements in use at once: of a scope and all scopes around it."""
+    active_bytes: int
+    """Most bytes of shards in use at once: of a scope and all scopes around it."""
+    storage_bytes: int
+    """Of an element of most weights: what elements in the configuration are counted in."""
 
 
 class Tiers(NamedTuple):
@@ -44,13 +56,6 @@ class Tiers(NamedTuple):
 
     shards: Tier
     tiles: Tier
-
-
-class ElementBytes(NamedTuple):
-    """Bytes of one element."""
-
-    storage_bytes: int
-    gradient_bytes: int
 
 
 class Wishes(NamedTuple):
@@ -88,7 +93,6 @@ class Plan(NamedTuple):
 def make_plan(
     model: ModelSize,
     tiers: Tiers,
-    element_bytes: ElementBytes,
     wishes: Wishes = _NO_WISHES,
 ) -> Plan:
     """Choose the arena size, the tile size and the gradients' home.
@@ -99,13 +103,12 @@ def make_plan(
     Args:
         model: its units.
         tiers: from the config.
-        element_bytes: element sizes.
         wishes: from the config.
 
     Raises:
         ConfigError: the budget is too small; shows the sum and the smallest budget that would do.
     """
-    sizes, budget_bytes = _Sizes(model, tiers, element_bytes), wishes.budget_bytes
+    sizes, budget_bytes = _Sizes(model, tiers), wishes.budget_bytes
     gradient_home = Tier.DEVICE if tiers.tiles is Tier.DEVICE else Tier.HOST
     most, least = _tile_bounds(model.units, wishes.sub_group_numel)
     held = sizes.terms(most)
@@ -201,10 +204,9 @@ _Term = tuple[str, int]
 class _Sizes:
     """The terms of the sum."""
 
-    def __init__(self, model: ModelSize, tiers: Tiers, element_bytes: ElementBytes) -> None:
+    def __init__(self, model: ModelSize, tiers: Tiers) -> None:
         self._model = model
         self._tiers = tiers
-        self._bytes = element_bytes
 
     def terms(self, tile_numel: int, *, spilling: bool = False) -> list[_Term]:
         """What must be in host memory at once."""
@@ -229,7 +231,7 @@ class _Sizes:
         """Room for what passes that the config asks for, beyond what must be there."""
         terms = []
         if self._tiers.shards is Tier.NVME and wishes.weight_numel is not None:
-            wanted = min(wishes.weight_numel * self._bytes.storage_bytes, self._all_shards())
+            wanted = min(wishes.weight_numel * self._model.storage_bytes, self._all_shards())
             more = wanted - _total(self._passing(Tiers(Tier.NVME, Tier.HOST), tile_numel))
             if more > 0:
                 terms.append(("more buffers for weights, as configured", aligned_bytes(more)))
@@ -244,7 +246,7 @@ class _Sizes:
     def resident(self, numel: int) -> _Term:
         """Weights of the drive that stay, so many at most."""
         on_drive = self._tiers.shards is Tier.NVME
-        nbytes = min(numel * self._bytes.storage_bytes, self._all_shards() * on_drive)
+        nbytes = min(numel * self._model.storage_bytes, self._all_shards() * on_drive)
         return ("weights that stay, as configured", nbytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
 
     def _all_shards(self) -> int:
@@ -296,7 +298,7 @@ class _Sizes:
         """Buffers for what passes through between the drive and its use."""
         terms = []
         if tiers.shards is Tier.NVME:
-            active = self._model.active_numel * self._bytes.storage_bytes
+            active = self._model.active_bytes
             active += len(self._model.units) * ALIGNMENT_BYTES  # rounding, at the very most
             largest = max((self._shard_bytes(u) for u in self._model.units), default=0)
             terms.append(("weights in use at once", aligned_bytes(active)))
@@ -310,10 +312,11 @@ class _Sizes:
         return (unit for unit in self._model.units if unit.trained)
 
     def _shard_bytes(self, unit: UnitSize) -> int:
-        return aligned_bytes(unit.shard_numel * self._bytes.storage_bytes)
+        return aligned_bytes(unit.shard_numel * unit.element_bytes.storage_bytes)
 
     def _gradient_bytes(self, unit: UnitSize) -> int:
-        return aligned_bytes(unit.shard_numel * self._bytes.gradient_bytes)
+        numel = unit.whole_gradient_numel or unit.shard_numel
+        return aligned_bytes(numel * unit.element_bytes.gradient_bytes)
 
 
 def _total(terms: Sequence[_Term]) -> int:

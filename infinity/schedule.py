@@ -62,12 +62,18 @@ class Schedule:
     # -- passes
 
     def reset(self) -> None:
-        """Clean up what an interrupted pass has left, and release every unit."""
+        """Clean up what an interrupted pass has left, and release every unit that need not stay."""
         if self._in_backward:
             self.end_backward()
         self._in_forward = self._copying = 0
         self._active.clear()
         self.release_idle()
+
+    def release_all(self) -> None:
+        """The same, and those that stay as well: they are updated, or what changed is kept."""
+        self.reset()
+        for unit in list(self._present):
+            self._release(unit)
 
     def begin_forward(self) -> None:
         """A forward of the whole model starts; within another, or as the first."""
@@ -83,7 +89,7 @@ class Schedule:
             self.release_idle()
 
     def release_idle(self) -> None:
-        """Release every unit that no scope is using."""
+        """Release every unit that no scope is using and that need not stay."""
         for unit in list(self._present):
             self._release_if_idle(unit)
 
@@ -223,7 +229,7 @@ class Schedule:
         self._present[unit], self._at[address] = address, unit
 
     def _release_if_idle(self, unit: Unit) -> None:
-        if self._active[unit] <= 0:
+        if self._active[unit] <= 0 and not unit.stays:
             self._release(unit)
 
     def _release(self, unit: Unit) -> None:

@@ -4,12 +4,14 @@ A *scope* is a module whose forward needs certain parameters present: an element
 or `Sequential` (a transformer block, normally) with everything below it, a leaf module outside of
 those, or a module that owns parameters directly. Each parameter belongs to the first scope that
 holds it; a tied parameter is needed by several scopes and stored once. Within a scope parameters of
-one type and one kind (trained or frozen) form a group, and each group becomes a unit.
+one type and one kind (trained or frozen, kept in fp32 or not) form a group, and each group becomes
+a unit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import fnmatch
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,10 +25,12 @@ class Group:
     Args:
         names: their names in the model, in order.
         parameters: the user's objects, in the same order.
+        keeps_fp32: whether they are stored, and computed with, in fp32 whatever the rest is.
     """
 
     names: list[str] = field(default_factory=list)
     parameters: list[nn.Parameter] = field(default_factory=list)
+    keeps_fp32: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -53,12 +57,16 @@ class Scope:
         return not self.name
 
 
-def find_scopes(model: nn.Module, *, max_unit_numel: int) -> list[Scope]:
+def find_scopes(
+    model: nn.Module, *, max_unit_numel: int, keep_fp32: Sequence[str] = ()
+) -> list[Scope]:
     """Divide the model.
 
     Args:
         model: the user's module.
         max_unit_numel: a list element with more elements is divided further, at its children.
+
+        keep_fp32: patterns, as of a shell, of the names of parameters that stay in fp32.
 
     Returns:
         Scopes in the order of the module tree; every parameter is in exactly one group.
@@ -66,12 +74,14 @@ def find_scopes(model: nn.Module, *, max_unit_numel: int) -> list[Scope]:
     owner: dict[nn.Parameter, Group] = {}
     scopes = []
     for name, module, named in _places(model, "", in_list=False, limit=max_unit_numel):
-        new: dict[tuple[torch.dtype, bool], Group] = {}
+        new: dict[tuple[torch.dtype, bool, bool], Group] = {}
         needed: dict[Group, None] = {}
         for parameter_name, parameter in named:
             group = owner.get(parameter)
             if group is None:
-                group = new.setdefault((parameter.dtype, parameter.requires_grad), Group())
+                keeps = any(fnmatch.fnmatchcase(parameter_name, p) for p in keep_fp32)
+                kind = (parameter.dtype, parameter.requires_grad, keeps)
+                group = new.setdefault(kind, Group(keeps_fp32=keeps))
                 group.names.append(parameter_name)
                 group.parameters.append(parameter)
                 owner[parameter] = group

@@ -31,6 +31,7 @@ from collections.abc import Set as AbstractSet
 import torch
 from torch import nn
 
+from infinity.agreement import Agreement
 from infinity.comm import Communicator
 from infinity.parameters import Stubs
 from infinity.partition import Extent, FlatLayout
@@ -61,6 +62,7 @@ class Unit:
         layout: where each lies in the flat buffer.
         records: what the store holds of it.
         compute_dtype: type of the parameters as the model sees them.
+        stays: whether the parameters stay present between their uses (stages below 3).
     """
 
     def __init__(  # noqa: PLR0913
@@ -74,7 +76,9 @@ class Unit:
         pager: Prefetcher,
         device: DeviceTier,
         comm: Communicator,
+        agreement: Agreement,
         stubs: Stubs,
+        stays: bool = False,
     ) -> None:
         self.names = tuple(names)
         self.parameters = tuple(parameters)
@@ -88,7 +92,11 @@ class Unit:
         self._flat_spec = RecordSpec("flat", (TensorSpec("flat", compute_dtype, (layout.numel,)),))
         self._pager = pager
         self._device = device
+        self.stays = stays
         self._comm = comm
+        self._agreement = agreement
+        self._number = agreement.add(self._take_part)
+        self._gathered: torch.Tensor | None = None  # by the last collective
         self._stubs = stubs
         self._lease: Lease | None = None
         self._slot: DeviceSlot | None = None
@@ -166,9 +174,14 @@ class Unit:
         self.state = UnitState.PRESENT
 
     def _gather_flat(self) -> torch.Tensor:
+        if self.layout.world_size > 1:
+            self._agreement.perform(self._number)
+            whole, self._gathered = self._gathered, None
+            assert whole is not None
+            return self._computable(whole)
         lease = self._pager.lease(self.records.shard.key, Access.READ)
         try:
-            flat = self._whole(self._device.upload(lease["shard"]))
+            flat = self._computable(self._device.upload(lease["shard"]))
         except BaseException:
             lease.abandon()
             raise
@@ -178,10 +191,20 @@ class Unit:
             lease.release()
         return flat
 
-    def _whole(self, shard: torch.Tensor) -> torch.Tensor:
-        """All ranks' shards in the compute type."""
-        whole = shard if self._comm.size == 1 else shard.new_empty(self.layout.numel)
-        whole = self._comm.all_gather(shard, whole)
+    @torch.no_grad()
+    def _take_part(self, wanted: bool) -> None:  # noqa: FBT001 - an agreement's part
+        """Give the own shard to all ranks, and get theirs."""
+        self.settle()
+        with (
+            torch.inference_mode(mode=False),
+            self._pager.lease(self.records.shard.key, Access.READ) as lease,
+        ):
+            shard = self._device.upload(lease["shard"])
+            whole = self._comm.all_gather(shard, shard.new_empty(self.layout.numel))
+        self._gathered = whole if wanted else None
+
+    def _computable(self, whole: torch.Tensor) -> torch.Tensor:
+        """In the compute type."""
         if whole.dtype == self.compute_dtype:
             return whole
         self._slot = self._device.allocate(self._flat_spec.nbytes)

@@ -45,16 +45,27 @@ class UnitRecords:
         types: of the elements.
         rank: whose part.
         tile_numel: most elements of a tile; 0 for a frozen unit, which has none.
+        whole_gradient: whether the gradient record covers the whole unit.
     """
 
-    def __init__(
-        self, name: str, layout: FlatLayout, types: Types, *, rank: int, tile_numel: int
+    def __init__(  # noqa: PLR0913
+        self,
+        name: str,
+        layout: FlatLayout,
+        types: Types,
+        *,
+        rank: int,
+        tile_numel: int,
+        whole_gradient: bool = False,
     ) -> None:
         self.own: Extent = layout.shard(rank)
         """The part of the flat buffer that is this rank's."""
         numel = (self.own.numel,)
         self.shard = RecordSpec(f"{name}.shard", (TensorSpec("shard", types.storage, numel),))
-        gradient = TensorSpec("gradient", types.gradient, numel)
+        gradient_extent = Extent(0, layout.numel) if whole_gradient else self.own
+        self.own_of_gradient: Extent = self.own.relative_to(gradient_extent.start)
+        """Where in the gradient record this rank's part is."""
+        gradient = TensorSpec("gradient", types.gradient, (gradient_extent.numel,))
         self.gradient = RecordSpec(f"{name}.gradient", (gradient,))
         self.extents: tuple[Extent, ...] = (
             tiles(self.own, tile_numel=tile_numel) if tile_numel else ()

@@ -33,10 +33,12 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tiering",),
     (
         *("infinity.config", "infinity.partition", "infinity.comm", "infinity.adam"),
-        *("infinity.scopes", "infinity.plan", "infinity.trace_file"),
+        *("infinity.scopes", "infinity.plan", "infinity.trace_file", "infinity.loss_scale"),
     ),
+    ("infinity.agreement",),
     ("infinity.parameters", "infinity.unit_records", "infinity.unit", "infinity.gradients"),
     ("infinity.optimizer", "infinity.schedule", "infinity.hooks"),
+    ("infinity.outline",),
     ("infinity.assembly",),
     ("infinity.engine",),
     ("infinity",),

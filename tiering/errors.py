@@ -32,6 +32,10 @@ class EngineClosedError(TieringError):
     """The engine was closed, or belongs to another process (a forked child cannot use it)."""
 
 
+class RankError(TieringError):
+    """Another rank failed, or did not come to what all ranks do together."""
+
+
 class TransferError(TieringError, OSError):
     """A transfer failed. ``errno`` is the kernel's reason, ``filename`` the file."""
 

@@ -12,12 +12,12 @@ import torch
 from rich.console import Console
 
 import infinity
-from infinity.assembly import compute_device
 from infinity.demo import probe, report
 from infinity.demo.corpus import read_corpus
 from infinity.demo.model import GPT
 from infinity.demo.options import Options, engine_config, parse
 from infinity.demo.train import TORCH_DTYPES, PlainTorch, train
+from infinity.outline import compute_device
 from tiering.aio import AioConfig, open_engine
 from tiering.errors import TieringError, TieringWarning
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 import infinity
+from tests.infinity.ranks import RankPool, rank_pool
 
 Config = dict[str, Any]
 
@@ -198,3 +199,10 @@ def python(code: str, path: Path) -> subprocess.Popen[str]:
         text=True,
         cwd=Path(__file__).parents[2],
     )
+
+
+@pytest.fixture(scope="session")
+def on_ranks() -> Iterator[RankPool]:
+    """Runs a function on several ranks: ``on_ranks(2, function, *arguments)``."""
+    with rank_pool() as pool:
+        yield pool

@@ -12,14 +12,14 @@ from tiering.errors import ConfigError
 from tiering.spec import Tier
 
 BF16 = ElementBytes(storage_bytes=2, gradient_bytes=2)
-UNITS = [UnitSize(3 * 2**20, trained=True)] * 8 + [UnitSize(2**20, trained=False)]
-MODEL = ModelSize(UNITS, active_numel=3 * 2**20)
+UNITS = [UnitSize(3 * 2**20, True, BF16)] * 8 + [UnitSize(2**20, False, BF16)]
+MODEL = ModelSize(UNITS, active_bytes=6 * 2**20, storage_bytes=2)
 ALL_NVME = Tiers(Tier.NVME, Tier.NVME)
 
 
 def test_without_a_budget_the_arena_is_gradients_and_buffers() -> None:
     """Not the states: what passes through is counted a few times, gradients once."""
-    plan = make_plan(MODEL, ALL_NVME, BF16)
+    plan = make_plan(MODEL, ALL_NVME)
     states = sum(14 * u.shard_numel for u in UNITS)
     assert plan.arena_bytes == sum(nbytes for _, nbytes in plan.terms)
     assert plan.arena_bytes < states / 3
@@ -28,19 +28,19 @@ def test_without_a_budget_the_arena_is_gradients_and_buffers() -> None:
 
 def test_a_smaller_budget_makes_smaller_tiles_then_spills_gradients_then_is_refused() -> None:
     """In this order; the error shows the sum and the smallest budget, which is accepted."""
-    whole = make_plan(MODEL, ALL_NVME, BF16)
-    less = make_plan(MODEL, ALL_NVME, BF16, Wishes(budget_bytes=whole.arena_bytes - 2**23))
+    whole = make_plan(MODEL, ALL_NVME)
+    less = make_plan(MODEL, ALL_NVME, Wishes(budget_bytes=whole.arena_bytes - 2**23))
     assert less.tile_numel < whole.tile_numel
     assert less.gradient_home is Tier.HOST
-    spilled = make_plan(MODEL, ALL_NVME, BF16, Wishes(budget_bytes=2**25))
+    spilled = make_plan(MODEL, ALL_NVME, Wishes(budget_bytes=2**25))
     assert spilled.gradient_home is Tier.NVME
     assert spilled.tile_numel > 2**14  # what gradients leave free goes to tiles
     with pytest.raises(ConfigError, match="smallest budget that would do") as refused:
-        make_plan(MODEL, ALL_NVME, BF16, Wishes(budget_bytes=2**20))
+        make_plan(MODEL, ALL_NVME, Wishes(budget_bytes=2**20))
     smallest = int(str(refused.value).splitlines()[-1].split()[0].replace(",", ""))
-    make_plan(MODEL, ALL_NVME, BF16, Wishes(budget_bytes=smallest))
+    make_plan(MODEL, ALL_NVME, Wishes(budget_bytes=smallest))
     with pytest.raises(ConfigError):
-        make_plan(MODEL, ALL_NVME, BF16, Wishes(budget_bytes=smallest - 1))
+        make_plan(MODEL, ALL_NVME, Wishes(budget_bytes=smallest - 1))
 
 
 @given(
@@ -52,11 +52,11 @@ def test_a_plan_never_exceeds_its_budget(
     sizes: list[tuple[int, bool]], budget_bytes: int, sub_group: int | None
 ) -> None:
     """Accepted plans fit, tile sizes are aligned and no larger than asked."""
-    units = [UnitSize(n * ALIGN_NUMEL, trained=t) for n, t in sizes]
-    model = ModelSize(units, active_numel=max(u.shard_numel for u in units))
+    units = [UnitSize(n * ALIGN_NUMEL, t, BF16) for n, t in sizes]
+    model = ModelSize(units, active_bytes=2 * max(u.shard_numel for u in units), storage_bytes=2)
     try:
         plan = make_plan(
-            model, ALL_NVME, BF16, Wishes(budget_bytes=budget_bytes, sub_group_numel=sub_group)
+            model, ALL_NVME, Wishes(budget_bytes=budget_bytes, sub_group_numel=sub_group)
         )
     except ConfigError:
         return
@@ -67,10 +67,10 @@ def test_a_plan_never_exceeds_its_budget(
 
 def test_everything_at_home_in_the_host_needs_room_for_everything() -> None:
     """cpu offload: weights, states and gradients are all in the arena."""
-    plan = make_plan(MODEL, Tiers(Tier.HOST, Tier.HOST), BF16, Wishes())
+    plan = make_plan(MODEL, Tiers(Tier.HOST, Tier.HOST), Wishes())
     assert plan.arena_bytes >= sum((16 if u.trained else 2) * u.shard_numel for u in UNITS)
     with pytest.raises(ConfigError, match="optimizer state at home in the host"):
-        make_plan(MODEL, Tiers(Tier.HOST, Tier.HOST), BF16, Wishes(budget_bytes=2**24))
+        make_plan(MODEL, Tiers(Tier.HOST, Tier.HOST), Wishes(budget_bytes=2**24))
 
 
 @given(
@@ -95,41 +95,41 @@ def test_records_that_stay_fit_their_room_and_are_spread_evenly(
 
 def test_what_a_budget_leaves_over_is_room_for_records_that_stay() -> None:
     """All of it, and never more than the records that there are."""
-    needed = make_plan(MODEL, ALL_NVME, BF16)
-    more = make_plan(MODEL, ALL_NVME, BF16, Wishes(budget_bytes=needed.arena_bytes + 10**7))
+    needed = make_plan(MODEL, ALL_NVME)
+    more = make_plan(MODEL, ALL_NVME, Wishes(budget_bytes=needed.arena_bytes + 10**7))
     assert (needed.spare_bytes, more.spare_bytes) == (0, 10**7)
-    most = make_plan(MODEL, ALL_NVME, BF16, Wishes(budget_bytes=10**12))
+    most = make_plan(MODEL, ALL_NVME, Wishes(budget_bytes=10**12))
     states = sum((14 if u.trained else 2) * u.shard_numel for u in UNITS)
     assert states <= most.spare_bytes < 1.2 * states
 
 
 def test_buffers_that_a_config_asks_for_are_had_where_no_budget_is_given() -> None:
     """Beside what must be there, never instead of it, and never more than there is to hold."""
-    least = make_plan(MODEL, ALL_NVME, BF16)
+    least = make_plan(MODEL, ALL_NVME)
     weights_bytes = sum(2 * u.shard_numel for u in UNITS)
-    few = make_plan(MODEL, ALL_NVME, BF16, Wishes(weight_numel=1000, tile_tensors=4))
+    few = make_plan(MODEL, ALL_NVME, Wishes(weight_numel=1000, tile_tensors=4))
     assert few == least
-    more = make_plan(MODEL, ALL_NVME, BF16, Wishes(weight_numel=15 * 2**20))
+    more = make_plan(MODEL, ALL_NVME, Wishes(weight_numel=15 * 2**20))
     extra_bytes = more.arena_bytes - least.arena_bytes  # three shards of five must be there
     assert 2 * 6 * 2**20 - 2**17 < extra_bytes <= 2 * 6 * 2**20
-    most = make_plan(MODEL, ALL_NVME, BF16, Wishes(weight_numel=5 * 10**8, tile_tensors=10**6))
+    most = make_plan(MODEL, ALL_NVME, Wishes(weight_numel=5 * 10**8, tile_tensors=10**6))
     states_bytes = sum(12 * u.shard_numel for u in UNITS if u.trained)
     assert most.arena_bytes <= least.arena_bytes + weights_bytes + states_bytes
     budget = least.arena_bytes + 2**20
-    given = make_plan(MODEL, ALL_NVME, BF16, Wishes(budget_bytes=budget, weight_numel=10**9))
+    given = make_plan(MODEL, ALL_NVME, Wishes(budget_bytes=budget, weight_numel=10**9))
     assert given.arena_bytes == budget
     assert all(p.arena_bytes == sum(n for _, n in p.terms) for p in (least, few, more, most))
 
 
 def test_weights_that_stay_are_as_many_as_the_config_says() -> None:
     """They come on top where no budget is given, and out of what a budget leaves over else."""
-    least = make_plan(MODEL, ALL_NVME, BF16)
-    some = make_plan(MODEL, ALL_NVME, BF16, Wishes(resident_numel=2**20))
+    least = make_plan(MODEL, ALL_NVME)
+    some = make_plan(MODEL, ALL_NVME, Wishes(resident_numel=2**20))
     assert some.arena_bytes == least.arena_bytes + 2**21
     assert (some.spare_bytes, some.spare_weight_bytes) == (2**21, 2**21)
-    every = make_plan(MODEL, ALL_NVME, BF16, Wishes(resident_numel=10**9))
+    every = make_plan(MODEL, ALL_NVME, Wishes(resident_numel=10**9))
     assert every.spare_weight_bytes == sum(2 * u.shard_numel for u in UNITS)
     for resident_numel, weight_bytes in ((None, 2**24), (0, 0), (2**20, 2**21), (10**9, 2**24)):
         wishes = Wishes(budget_bytes=least.arena_bytes + 2**24, resident_numel=resident_numel)
-        plan = make_plan(MODEL, ALL_NVME, BF16, wishes)
+        plan = make_plan(MODEL, ALL_NVME, wishes)
         assert (plan.spare_bytes, plan.spare_weight_bytes) == (2**24, weight_bytes)

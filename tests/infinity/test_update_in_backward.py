@@ -201,9 +201,10 @@ def test_early_gradients_need_little_room() -> None:
     """Two at once, not all."""
     gradient = [
         make_plan(
-            ModelSize([UnitSize(2**20, True, is_early) for _ in range(8)], 2**20),
+            ModelSize(
+                [UnitSize(2**20, True, ElementBytes(2, 2), is_early) for _ in range(8)], 2**21, 2
+            ),
             Tiers(Tier.NVME, Tier.NVME),
-            ElementBytes(2, 2),
         )
         for is_early in (False, True)
     ]

@@ -1,0 +1,293 @@
+"""Several ranks train as one: the same weights, whoever uses what, and no collective hangs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import infinity
+from infinity.comm import Communicator
+from tests.infinity.conftest import (
+    Config,
+    Reference,
+    assert_close,
+    assert_equal,
+    base_loss,
+    base_model,
+    config_for,
+)
+from tests.infinity.ranks import RankPool
+from tiering.errors import ConfigError, RankError
+
+Weights = dict[str, torch.Tensor]
+
+GLOBAL_BATCH = 8
+
+
+def samples(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A global batch of 8 sequences of tokens and targets."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, 100, (2, GLOBAL_BATCH, 9), generator=generator)
+    return tokens[0], tokens[1]
+
+
+def train_part(config: Config, steps: int, accumulation: int) -> tuple[list[float], Weights]:
+    """This rank's share of every global batch; returns the gradient norms and the weights."""
+    comm = Communicator()
+    config = {
+        **config,
+        "train_batch_size": GLOBAL_BATCH,
+        "gradient_accumulation_steps": accumulation,
+    }
+    config.pop("train_micro_batch_size_per_gpu")
+    engine, *_ = infinity.initialize(model=base_model(), config=config)
+    norms = []
+    with engine:
+        micro = engine.train_micro_batch_size_per_gpu()
+        assert micro == GLOBAL_BATCH // accumulation // comm.size
+        for step in range(steps):
+            inputs, targets = samples(step)
+            for number in range(accumulation):
+                start = (number * comm.size + comm.rank) * micro
+                part = slice(start, start + micro)
+                engine.backward(base_loss(engine, (inputs[part], targets[part])))
+                engine.step()
+            norms.append(engine.get_global_grad_norm())
+        return norms, engine.module.state_dict()
+
+
+def reference(steps: int, *, clip: float = 0.0) -> Weights:
+    """Plain torch with whole batches."""
+    plain = Reference(base_model(), clip=clip)
+    for step in range(steps):
+        plain.step([base_loss(plain.model, samples(step))])
+    return {k: v.detach().clone() for k, v in plain.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_several_ranks_equal_one_with_accumulation_clipping_and_uneven_sizes(
+    size: int, accumulation: int, on_ranks: RankPool, tmp_path: Path
+) -> None:
+    """Weights, and the norm before clipping, of any number of ranks; sizes no rank count divides."""
+    config = config_for(tmp_path, gradient_clipping=0.5)
+    outcomes = on_ranks(size, train_part, config, 3, accumulation)
+    alone, weights_alone = train_part(config, 3, 1)
+    for norms, weights in outcomes:
+        assert_equal(weights, outcomes[0][1])
+        assert_close(weights, weights_alone, rtol=1e-5, atol=1e-6)
+        assert_close(weights, reference(3, clip=0.5), rtol=1e-5, atol=1e-6)
+        assert norms == outcomes[0][0]
+        assert norms == pytest.approx(alone, rel=1e-5)
+
+
+def test_where_states_live_changes_nothing_on_two_ranks(on_ranks: RankPool, tmp_path: Path) -> None:
+    """none, cpu and nvme are equal bit for bit, rank by rank."""
+    found = [
+        on_ranks(2, train_part, config_for(tmp_path, param=home, optimizer=home), 3, 2)[0]
+        for home in ("none", "cpu", "nvme")
+    ]
+    for norms, weights in found[1:]:
+        assert_equal(weights, found[0][1])
+        assert norms == found[0][0]
+
+
+class Experts(nn.Module):
+    """A layer of which every caller uses some part."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(count))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, chosen: Sequence[int]) -> torch.Tensor:
+        """Run some experts, in the order given."""
+        for index in chosen:
+            x = x + torch.tanh(self.experts[index](x))
+        return self.head(x)
+
+
+CHOICES = ((0, 1), (2,)), ((1, 0), (0, 1, 2)), ((), (3, 2, 1)), ((3,), (3,)), ((2, 0), ())
+
+
+def expert_loss(model: Callable[..., torch.Tensor], rank: int, step: int) -> torch.Tensor:
+    """Of one rank's choice and data at a step."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+    return functional.mse_loss(model(x, CHOICES[step][rank]), torch.ones(4, 4))
+
+
+def train_experts(config: Config) -> Weights:
+    rank = Communicator().rank
+    engine, *_ = infinity.initialize(model=Experts(4), config=config)
+    with engine:
+        for step in range(len(CHOICES)):
+            engine.backward(expert_loss(engine, rank, step))
+            engine.step()
+        return engine.module.state_dict()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_experts_that_only_some_ranks_use_get_the_mean_with_zero_where_unused(
+    stage: int, on_ranks: RankPool, tmp_path: Path
+) -> None:
+    """Collectives follow what any rank needs, so none waits for one that another never calls."""
+    home = "nvme" if stage == 3 else "none"
+    config = config_for(tmp_path, param=home, optimizer=home, zero_optimization={"stage": stage})
+    plain = Reference(Experts(4))
+    for step in range(len(CHOICES)):
+        # The mean over ranks: a rank that did not use an expert counts as zero.
+        plain.step([expert_loss(plain.model, rank, step) for rank in range(2)])
+    expected = {k: v.detach() for k, v in plain.model.state_dict().items()}
+    for weights in on_ranks(2, train_experts, config):
+        assert_close(weights, expected, rtol=1e-5, atol=1e-6)
+
+
+def look_alone(config: Config) -> tuple[Weights, list[float]]:
+    """Rank 0 looks at weights, evaluates and takes a state_dict by itself, at odd moments."""
+    rank = Communicator().rank
+    model = base_model()
+    engine, *_ = infinity.initialize(model=model, config=config)
+    seen = []
+    with engine:
+        for step in range(4):
+            inputs, targets = samples(step)
+            part = slice(4 * rank, 4 * rank + 4)
+            loss = base_loss(engine, (inputs[part], targets[part]))
+            if rank == 0 and step % 2:
+                seen.append(float(model[4].weight.detach().sum()))
+            engine.backward(loss)
+            if rank == 0:
+                engine.module.state_dict()
+            engine.step()
+            if rank == 1:
+                with torch.no_grad():
+                    seen.append(float(base_loss(engine, samples(9))))
+        if rank == 0:
+            seen.append(float(sum(v.sum() for v in engine.module.state_dict().values())))
+        return (engine.module.state_dict() if rank == 1 else {}), seen
+
+
+def test_one_rank_may_look_at_weights_and_evaluate_on_its_own(
+    on_ranks: RankPool, tmp_path: Path
+) -> None:
+    """The others serve it wherever they are; everybody sees weights of one and the same step."""
+    outcomes = on_ranks(2, look_alone, config_for(tmp_path))
+    _, weights = train_part(config_for(tmp_path), 4, 1)
+    assert_close(outcomes[1][0], weights, rtol=1e-5, atol=1e-6)
+    assert [len(seen) for _, seen in outcomes] == [3, 4]
+
+
+def differ(kind: str, config: Config) -> str:
+    """Build something else on rank 1; returns the error."""
+    rank = Communicator().rank
+    model: nn.Module = base_model()
+    config = {**config, "zero_optimization": dict(config["zero_optimization"])}
+    if rank == 1 and kind == "layer":
+        model = nn.Sequential(*model, nn.Linear(100, 3))
+    if rank == 1 and kind == "dtype":
+        model[4].to(torch.bfloat16)
+    if rank == 1 and kind == "bucket":
+        config["zero_optimization"]["reduce_bucket_size"] = 7
+    if rank == 1 and kind == "order":
+        model = nn.Sequential(model[0], model[2], model[1], *model[3:])
+        model.add_module("0", model[0])
+        model = nn.ModuleDict(dict(reversed(list(model.named_children()))))
+    if rank == 1 and kind == "key":
+        config["zero_optimization"]["stag"] = 3
+    if rank == 1 and kind == "path":
+        config["zero_optimization"]["offload_param"] = {
+            "device": "nvme",
+            "nvme_path": "/proc/nowhere",
+        }
+    with pytest.raises((ConfigError, RankError, OSError)) as caught:
+        infinity.initialize(model=model, config=config)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("layer", "parameter '5.weight' of shape"),
+        ("dtype", "torch.bfloat16"),
+        ("bucket", "reduce_bucket_size = 7"),
+        ("order", "rank 1 has parameter"),
+        ("key", "zero_optimization.stag"),
+        ("path", "/proc/nowhere"),
+    ],
+)
+def test_ranks_that_disagree_all_hear_of_the_first_difference(
+    kind: str, said: str, on_ranks: RankPool, tmp_path: Path
+) -> None:
+    """Also of what is wrong on one rank only; and the same processes can train afterwards."""
+    for text in on_ranks(2, differ, kind, config_for(tmp_path)):
+        assert said in text
+    on_ranks(2, train_part, config_for(tmp_path), 1, 1)
+
+
+def call_different_things(config: Config) -> str:
+    rank = Communicator().rank
+    engine, *_ = infinity.initialize(model=base_model(), config=config)
+    text = ""
+    try:
+        engine.backward(base_loss(engine, samples(0)))
+        if rank == 0:
+            engine.step()
+        else:
+            engine.close()
+    except RankError as error:
+        text = str(error)
+    with contextlib.suppress(RankError):
+        engine.close()
+    return text
+
+
+def test_ranks_in_different_calls_are_told_which(on_ranks: RankPool, tmp_path: Path) -> None:
+    """Instead of waiting for each other."""
+    texts = on_ranks(2, call_different_things, config_for(tmp_path))
+    assert any("0: engine.step(), 1: engine.close()" in text for text in texts)
+
+
+def train_from_other_seeds(config: Config) -> Weights:
+    rank = Communicator().rank
+    engine, *_ = infinity.initialize(model=base_model(seed=rank), config=config)
+    with engine:
+        return engine.module.state_dict()
+
+
+def test_all_ranks_start_from_the_values_of_the_first(on_ranks: RankPool, tmp_path: Path) -> None:
+    """Whatever they were built with."""
+    for weights in on_ranks(2, train_from_other_seeds, config_for(tmp_path)):
+        assert_equal(weights, dict(base_model(seed=0).state_dict()))
+
+
+def hops(_: Any) -> None:
+    comm = Communicator()
+    comm.open(torch.device("cpu"), timeout_s=60)
+    mine = torch.arange(16.0) + 100 * comm.rank
+    whole = comm.all_gather(mine, torch.empty(32))
+    assert torch.equal(whole, torch.cat([torch.arange(16.0), torch.arange(16.0) + 100]))
+    summed = comm.reduce_scatter(torch.arange(32.0) * (comm.rank + 1), torch.empty(16))
+    assert torch.equal(summed, torch.arange(32.0)[16 * comm.rank : 16 * comm.rank + 16] * 3)
+    assert comm.exchange([float(comm.rank), 7.0]) == [[0.0, 7.0], [1.0, 7.0]]
+    comm.close()
+
+
+def test_the_hops_gather_in_order_and_sum(on_ranks: RankPool) -> None:
+    """Over gloo."""
+    on_ranks(2, hops, None)
+
+
+def test_one_rank_copies_nothing() -> None:
+    """The shard is the whole."""
+    comm, shard = Communicator(), torch.arange(16.0)
+    assert comm.all_gather(shard, torch.empty(16)) is shard
+    assert comm.reduce_scatter(shard, torch.empty(16)) is shard
+    assert comm.exchange([3.0]) == [[3.0]]
