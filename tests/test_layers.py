@@ -34,7 +34,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         *("infinity.config", "infinity.partition", "infinity.comm", "infinity.adam"),
         *("infinity.scopes", "infinity.plan", "infinity.trace_file"),
-        "infinity.lr_schedules",
+        *("infinity.lr_schedules", "infinity.data"),
     ),
     ("infinity.parameters", "infinity.unit_records", "infinity.unit", "infinity.gradients"),
     ("infinity.optimizer", "infinity.schedule", "infinity.hooks"),
