@@ -34,6 +34,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         *("infinity.config", "infinity.partition", "infinity.comm", "infinity.adam"),
         *("infinity.scopes", "infinity.plan", "infinity.trace_file", "infinity.loss_scale"),
+        *("infinity.lr_schedules", "infinity.data"),
     ),
     ("infinity.agreement",),
     ("infinity.parameters", "infinity.unit_records", "infinity.unit", "infinity.gradients"),
