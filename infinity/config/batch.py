@@ -20,7 +20,7 @@ class Batch(NamedTuple):
 
 
 class BatchSizes(Section):
-    """Any two of the three give the third; "auto" is a key left out."""
+    """Samples a step: any two of the three give the third; "auto" is a key left out."""
 
     train_batch_size: Positive | Auto = "auto"
     """Samples of a step, on all ranks together."""

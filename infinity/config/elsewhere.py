@@ -184,8 +184,17 @@ class Elsewhere(Section):
                 *("enabled", "seed", "data_sampling", "data_sampling.enabled"),
                 *("data_sampling.num_epochs", "data_sampling.num_workers"),
                 *("data_sampling.pin_memory", "data_sampling.curriculum_learning"),
-                *("data_sampling.dynamic_batching", "data_routing", "data_routing.enabled"),
-                "data_routing.random_ltd",
+                "data_sampling.curriculum_learning.enabled",
+                "data_sampling.dynamic_batching",
+                *(
+                    f"data_sampling.dynamic_batching.{key}"
+                    for key in (
+                        *("enabled", "metrics_path", "lr_scaling_method", "min_batch_size"),
+                        *("max_batch_size", "sequence_picking_order", "max_tokens", "verbose"),
+                    )
+                ),
+                *("data_routing", "data_routing.enabled", "data_routing.random_ltd"),
+                "data_routing.random_ltd.enabled",
             ),
         ),
     ] = None

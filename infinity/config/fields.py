@@ -91,14 +91,20 @@ def off(value: object) -> bool:
     return value is False
 
 
-def given(*values: object) -> Met:
-    """These values ask for what always happens."""
+@dataclass(frozen=True)
+class Values:
+    """Those that ask for what always happens; 1 is not true."""
 
-    def met(value: object) -> bool:
-        same_kind = [v for v in values if isinstance(v, bool) == isinstance(value, bool)]
-        return value in same_kind
+    values: tuple[object, ...]
 
-    return met
+    def __call__(self, value: object) -> bool:
+        """Whether it is one of them."""
+        return value in [v for v in self.values if isinstance(v, bool) == isinstance(value, bool)]
+
+
+def given(*values: object) -> Values:
+    """These ask for what always happens."""
+    return Values(values)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ class Reporting(Section):
     """What is told about a run."""
 
     steps_per_print: Positive | Auto | None = None
-    """Every so many steps a line with the loss scale, the rate and samples a second. None or auto:
-    none.
+    """Every so many steps a line with the loss scale, the rate and samples a second. auto and
+    None: none.
     """
     wall_clock_breakdown: bool = False
     """True: that line has the parts of the time of a step as well."""

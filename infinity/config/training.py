@@ -36,7 +36,7 @@ class Training(Section):
     """Type in which gradients are reduced over ranks. None: their own."""
     prescale_gradients: bool = False
     """True: gradients are divided by `gradient_predivide_factor` before they are summed over ranks,
-    and by the rest of the number of ranks after it; false: by all of it, once.
+    and by the rest of the number of ranks behind it. False: by all of it at once.
     """
     gradient_predivide_factor: Factor = 1.0
     """See `prescale_gradients`."""

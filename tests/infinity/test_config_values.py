@@ -232,8 +232,8 @@ def test_batch_sizes_complete_each_other(sizes: tuple[object, ...], expected: Ba
             (16, 2, 3),
             (
                 "train_batch_size is 16, but train_micro_batch_size_per_gpu x "
-                "gradient_accumulation_steps x ranks is 2 x 3 x 4 = 24; change one of the three, or "
-                "leave one out"
+                "gradient_accumulation_steps x ranks is 2 x 3 x 4 = 24; change one of the three, "
+                "or leave one out"
             ),
         ),
         (
@@ -246,15 +246,15 @@ def test_batch_sizes_complete_each_other(sizes: tuple[object, ...], expected: Ba
         (
             (18, "auto", 2),
             (
-                "train_batch_size 18 cannot be divided by gradient_accumulation_steps x ranks, which "
-                "is 2 x 4 = 8"
+                "train_batch_size 18 cannot be divided by gradient_accumulation_steps x ranks, "
+                "which is 2 x 4 = 8"
             ),
         ),
         (
             (2, "auto", "auto"),
             (
-                "train_batch_size 2 cannot be divided by gradient_accumulation_steps x ranks, which "
-                "is 1 x 4 = 4"
+                "train_batch_size 2 cannot be divided by gradient_accumulation_steps x ranks, "
+                "which is 1 x 4 = 4"
             ),
         ),
     ],
