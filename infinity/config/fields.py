@@ -32,7 +32,7 @@ def _number(value: object) -> object:
     return value
 
 
-def _whole(value: object) -> object:
+def whole(value: object) -> object:
     """Counts may be written as floats such as 1e9."""
     value = _number(value)
     return int(value) if isinstance(value, float) and value.is_integer() else value
@@ -60,9 +60,9 @@ def _default_if_null(value: object) -> object:
 
 
 Auto = Literal["auto"]
-Count = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
-Positive = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
-Whole = Annotated[int, BeforeValidator(_whole)]
+Count = Annotated[int, BeforeValidator(whole), Field(ge=0)]
+Positive = Annotated[int, BeforeValidator(whole), Field(ge=1)]
+Whole = Annotated[int, BeforeValidator(whole)]
 Size = Annotated[int, BeforeValidator(_floor), Field(ge=1)]
 SizeOrNone = Annotated[int, BeforeValidator(_floor), Field(ge=0)]
 Bytes = Annotated[int, BeforeValidator(_bytes), Field(ge=1)]

@@ -36,7 +36,9 @@ class _Renamed(NamedTuple):
 
 
 def _on_cpu(value: object) -> object:
-    return {"device": "cpu"} if value is True else None
+    if value in (False, "auto", None):
+        return None
+    return {"device": "cpu"} if value is True else value
 
 
 def _stage_of(value: object) -> object:
@@ -199,6 +201,8 @@ def _in_words(problem: ErrorDetails, place: str) -> str:
         return f"unknown key{suggestion(place)}"
     if kind in {"missing", "union_tag_not_found"}:
         return "is required"
+    if kind in {"model_type", "model_attributes_type", "dict_type"}:
+        return f"must be a section in braces, got {problem['input']!r}"
     if kind == "union_tag_invalid":
         return f"must be one of {context['expected_tags']}, got {context['tag']!r}"
     if kind == "value_error":

@@ -19,6 +19,7 @@ from infinity.config.fields import (
     SizeOrNone,
     anything,
     given,
+    whole,
 )
 
 DEFAULT_BUFFERS: Final = 5
@@ -31,11 +32,6 @@ _PLAIN_TRAVEL = Refused(
     "weights and gradients travel in their own type; leave it out", given(False)
 )
 _COLLECTIVES = "which collectives are used is settled"
-
-
-def _stage(value: object) -> object:
-    """A whole number, also as 3.0."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 class OffloadParam(AutoSection):
@@ -101,7 +97,7 @@ class LeafModule(AutoSection):
 class ZeroOptimization(AutoSection):
     """``zero_optimization``."""
 
-    stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_stage)] = 0
+    stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(whole)] = 0
     """What is partitioned over ranks and paged. 1: optimizer states; 2: and gradients; 3: and
     weights; 0: nothing.
     """

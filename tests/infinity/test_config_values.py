@@ -43,6 +43,14 @@ BROKEN = {
             ("bf16.enabled: must be a valid boolean, unable to interpret input, got 'maybe'"),
         ],
     ),
+    "a value in the place of a section": (
+        {"scheduler": "WarmupLR", "aio": 3, "zero_optimization": {"offload_param": "cpu"}},
+        [
+            "scheduler: must be a section in braces, got 'WarmupLR'",
+            "zero_optimization.offload_param: must be a section in braces, got 'cpu'",
+            "aio: must be a section in braces, got 3",
+        ],
+    ),
     "no samples, and fewer": (
         {"train_batch_size": 0, "train_micro_batch_size_per_gpu": -1},
         [
@@ -283,7 +291,11 @@ def test_whole_floats_are_counts_and_truths_are_not() -> None:
     raw = {"stage": 3.0, "sub_group_size": 1e9, "reduce_bucket_size": 500000000.0}
     zero = load_config({"train_batch_size": 8.0, "zero_optimization": raw}).zero_optimization
     assert (zero.stage, zero.sub_group_size, zero.reduce_bucket_size) == (3, 10**9, 5 * 10**8)
-    for wrong in ({"train_batch_size": True}, {"zero_optimization": {"sub_group_size": True}}):
+    for wrong in (
+        {"train_batch_size": True},
+        {"zero_optimization": {"sub_group_size": True}},
+        {"zero_optimization": {"stage": True}},
+    ):
         with pytest.raises(ConfigError, match="must be a number, got true"):
             load_config(wrong)
     with pytest.raises(ConfigError, match=r"train_batch_size: .* got 1\.5"):
