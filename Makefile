@@ -13,7 +13,7 @@ C_SOURCES := $(wildcard csrc/aio/*.c csrc/aio/*.h)
 READY := $(VENV)/.ready$(if $(filter-out 0,$(ZERO_INFINITY_NO_URING)),-no-uring)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format wheel bench-smoke sanitize clean
+.PHONY: help setup demo test lint format docs wheel bench-smoke sanitize clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +40,10 @@ format: $(READY) ## Format Python and C, and mend what ruff can mend.
 	$(BIN)/python -m ruff format .
 	$(BIN)/python -m ruff check --fix .
 	$(BIN)/clang-format -i $(C_SOURCES)
+
+docs: $(READY) ## Write docs/config.md anew from the configuration's own fields.
+	$(BIN)/python -m infinity.config.reference > docs/config.md.new
+	@mv docs/config.md.new docs/config.md
 
 wheel: $(READY) ## Build a stable-ABI wheel with liburing inside, into dist/.
 	@PYTHON='$(BIN)/python' scripts/wheel.sh dist

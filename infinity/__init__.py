@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler as Scheduler
 
 from infinity.assembly import OptimizerGroups
 from infinity.comm import Communicator, init_distributed
-from infinity.config import AdamParams, Config, Optimizer, load_config
+from infinity.config import Config, Optimizer, load_config
 from infinity.engine import EngineStats, InfinityEngine
 from infinity.optimizer import PagedAdam
 from tiering.aio import Faults
@@ -54,7 +54,7 @@ class Initialized(NamedTuple):
 def initialize(  # noqa: PLR0913 - the arguments people already pass
     *,
     model: nn.Module,
-    config: str | os.PathLike[str] | Mapping[str, object],
+    config: str | os.PathLike[str] | Mapping[str, object] | Config,
     optimizer: torch.optim.Optimizer | None = None,
     model_parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
     lr_scheduler: Scheduler | Callable[[PagedAdam], Scheduler] | None = None,
@@ -65,7 +65,7 @@ def initialize(  # noqa: PLR0913 - the arguments people already pass
     Args:
         model: on one device, with parameters of floating types. Its parameters stay its own objects
             with their names and shapes; their type becomes the compute type.
-        config: a mapping or a JSON file with DeepSpeed's keys.
+        config: a mapping or a JSON file with DeepSpeed's keys, or what `load_config` made of one.
         optimizer: a `torch.optim.Adam` or `AdamW` whose parameter groups are taken over, instead of
             the config's section.
         model_parameters: parameters or groups to train, for the config's optimizer; all trainable
@@ -86,6 +86,9 @@ def initialize(  # noqa: PLR0913 - the arguments people already pass
     comm = Communicator()
     with comm.agree():
         checked = load_config(config)
+        checked.require_resolved(
+            optimizer_given=optimizer is not None, scheduler_given=lr_scheduler is not None
+        )
         if optimizer is not None:
             groups = _from_torch(optimizer)
         else:
@@ -150,17 +153,7 @@ def _from_config(
     section: Optimizer, model: nn.Module, parameters: Iterable[Any] | None
 ) -> OptimizerGroups:
     """Groups by the config's section."""
-    params: AdamParams = section.params
-    decoupled = section.type == "AdamW" if params.adam_w_mode is None else params.adam_w_mode
-    decay = params.weight_decay
-    defaults = {
-        "lr": params.lr,
-        "betas": params.betas,
-        "eps": params.eps,
-        "weight_decay": (0.01 if decoupled else 0.0) if decay is None else decay,
-        "decoupled": decoupled,
-        "fused": params.fused,
-    }
+    defaults = section.settings()._asdict()
     chosen = list(model.parameters() if parameters is None else parameters)
     if chosen and isinstance(chosen[0], dict):
         return OptimizerGroups([dict(group) for group in chosen], defaults)

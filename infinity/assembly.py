@@ -299,7 +299,7 @@ def _rules(config: Config, types: Types) -> StepRules:
     half = types.storage is torch.float16
     return StepRules(
         max_norm=0.0 if config.gradient_clipping == "auto" else config.gradient_clipping,
-        nonfinite="skip" if half else config.tiering.nonfinite_gradients,
+        nonfinite="skip" if half else config.nonfinite_gradients,
         max_skipped=config.tiering.max_skipped_steps,
     )
 

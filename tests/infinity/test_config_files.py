@@ -1,0 +1,72 @@
+"""The ready files of the repository: each loads without a warning, and trains."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Final
+
+import pytest
+import torch
+
+from infinity.config import load_config, unresolved
+from tests.infinity.conftest import base_model, train
+
+FOLDER: Final = Path(__file__).parents[2] / "configs"
+FILES: Final = sorted(FOLDER.glob("*.json"))
+
+NOT_YET: Final = {
+    "zero1": "the engine has no stage 1 yet",
+    "zero2": "the engine has no stage 2 yet",
+    "zero2_offload_cpu": "the engine has no stage 2 yet",
+    "fp16": "the engine has no loss scale yet",
+    "full_training": "the engine does not make the section's scheduler yet",
+    "all_auto": "a trainer fills it in, and the engine does not look at the model's type yet",
+}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_every_file_loads_without_a_warning(path: Path) -> None:
+    """Warnings are errors here."""
+    config = load_config(path)
+    batch = config.batch(world_size=1)
+    assert batch.train is not None or path.stem == "all_auto"
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if path.stem not in NOT_YET], ids=lambda p: p.stem
+)
+def test_every_file_trains(path: Path, tmp_path: Path) -> None:
+    """With its paths pointed at a scratch folder."""
+    config = json.loads(path.read_text())
+    for section in config["zero_optimization"].values():
+        if isinstance(section, dict) and "nvme_path" in section:
+            section["nvme_path"] = str(tmp_path)
+    for number, drive in enumerate(config.get("tiering", {}).get("nvme_paths", [])):
+        drive["path"] = str(tmp_path / str(number))
+    losses, _ = train(base_model(), config, steps=2)
+    assert all(torch.isfinite(torch.tensor(losses)))
+
+
+def test_what_is_not_trained_yet_is_there() -> None:
+    """The list names files that exist."""
+    assert set(NOT_YET) < {path.stem for path in FILES}
+
+
+def test_each_stage_and_each_place_has_a_file() -> None:
+    zeros = [load_config(path).zero_optimization for path in FILES]
+    assert {zero.stage for zero in zeros} == {1, 2, 3}
+    assert {zero.offload_optimizer.device for zero in zeros} == {"none", "cpu", "nvme"}
+    assert {zero.offload_param.device for zero in zeros} == {"none", "cpu", "nvme"}
+
+
+def test_the_file_for_a_trainer_leaves_the_rates_to_it() -> None:
+    config = load_config(FOLDER / "all_auto.json")
+    assert unresolved(config, optimizer_given=True, scheduler_given=True) == []
+    assert unresolved(config, optimizer_given=False, scheduler_given=False) == [
+        *(f"optimizer.params.{key}" for key in ("lr", "betas", "eps", "weight_decay")),
+        *(
+            f"scheduler.params.{key}"
+            for key in ("total_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_num_steps")
+        ),
+    ]
