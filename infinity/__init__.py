@@ -20,12 +20,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler as Scheduler
+from torch.utils.data import Dataset
 
 from infinity.assembly import OptimizerGroups
 from infinity.comm import Communicator, init_distributed
 from infinity.config import Config, Optimizer, load_config
-from infinity.engine import EngineStats, InfinityEngine
+from infinity.data import TrainingLoader, training_loader
+from infinity.engine import InfinityEngine
+from infinity.lr_schedules import scheduler_of
 from infinity.optimizer import PagedAdam
+from infinity.report import EngineStats
 from tiering.aio import Faults
 from tiering.errors import ConfigError, EngineClosedError
 
@@ -47,7 +51,7 @@ class Initialized(NamedTuple):
 
     engine: InfinityEngine
     optimizer: PagedAdam
-    dataloader: None
+    dataloader: TrainingLoader | None
     lr_scheduler: Scheduler | None
 
 
@@ -58,6 +62,8 @@ def initialize(  # noqa: PLR0913 - the arguments people already pass
     optimizer: torch.optim.Optimizer | None = None,
     model_parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
     lr_scheduler: Scheduler | Callable[[PagedAdam], Scheduler] | None = None,
+    training_data: Dataset[Any] | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
     faults: Faults | None = None,
 ) -> Initialized:
     """Page a model's weights and optimizer state as the configuration says.
@@ -71,11 +77,15 @@ def initialize(  # noqa: PLR0913 - the arguments people already pass
         model_parameters: parameters or groups to train, for the config's optimizer; all trainable
             ones if None.
         lr_scheduler: one of torch's, made for ``optimizer``, which steers the returned optimizer
-            from now on; or a function that makes one for it. `InfinityEngine.step` steps it.
+            from now on; or a function that makes one for it, instead of the config's section.
+            `InfinityEngine.step` steps it.
+        training_data: what the returned data loader deals out to the ranks, batch by batch.
+        collate_fn: how it makes a batch of samples; torch's default if None.
         faults: for tests: what goes wrong in the I/O below.
 
     Returns:
-        engine, optimizer, None, lr_scheduler.
+        engine, optimizer, dataloader (None without ``training_data``), lr_scheduler. The engine has
+        them as ``optimizer``, ``training_dataloader`` and ``lr_scheduler`` too.
 
     Raises:
         ConfigError: the configuration, the model or the optimizer cannot work; nothing has been
@@ -95,8 +105,31 @@ def initialize(  # noqa: PLR0913 - the arguments people already pass
             groups = _from_config(checked.optimizer or Optimizer(), model, model_parameters)
         _check_scheduler(lr_scheduler, optimizer)
     engine = InfinityEngine(model, checked, groups, comm=comm, faults=faults)
-    engine.lr_scheduler = _steering(lr_scheduler, engine.optimizer)
-    return Initialized(engine, engine.optimizer, None, engine.lr_scheduler)
+    try:
+        engine.lr_scheduler = _steering(lr_scheduler, checked, engine.optimizer)
+        engine.training_dataloader = _loader(training_data, collate_fn, checked, engine)
+    except BaseException:
+        engine.abandon()
+        raise
+    return Initialized(engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler)
+
+
+def _loader(
+    dataset: Dataset[Any] | None,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    config: Config,
+    engine: InfinityEngine,
+) -> TrainingLoader | None:
+    if dataset is None:
+        return None
+    return training_loader(
+        dataset,
+        micro_batch=engine.train_micro_batch_size_per_gpu(),
+        rank=engine.global_rank,
+        world_size=engine.world_size,
+        collate_fn=collate_fn,
+        drop_last=config.dataloader_drop_last,
+    )
 
 
 def _check_scheduler(scheduler: object, optimizer: torch.optim.Optimizer | None) -> None:
@@ -114,12 +147,20 @@ def _check_scheduler(scheduler: object, optimizer: torch.optim.Optimizer | None)
 
 
 def _steering(
-    scheduler: Scheduler | Callable[[PagedAdam], Scheduler] | None, optimizer: PagedAdam
+    scheduler: Scheduler | Callable[[PagedAdam], Scheduler] | None,
+    config: Config,
+    optimizer: PagedAdam,
 ) -> Scheduler | None:
+    """The user's scheduler, or the config's, steering this optimizer."""
     if isinstance(scheduler, Scheduler):
         scheduler.optimizer = optimizer
         return scheduler
-    return None if scheduler is None else scheduler(optimizer)
+    if scheduler is not None:
+        return scheduler(optimizer)
+    section = config.scheduler
+    if section is None:
+        return None
+    return scheduler_of(section.type, optimizer, **section.params.model_dump())
 
 
 def _from_torch(optimizer: torch.optim.Optimizer) -> OptimizerGroups:

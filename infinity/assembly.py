@@ -33,6 +33,7 @@ from infinity.loss_scale import DynamicLossScale, LossScale, StaticLossScale
 from infinity.optimizer import PagedAdam, StepRules
 from infinity.outline import Outline, described, or_none, outline_of
 from infinity.parameters import Stubs
+from infinity.phases import Phases, finisher
 from infinity.plan import Plan, stays, sum_of
 from infinity.schedule import Closed, Schedule
 from infinity.unit import Unit
@@ -87,6 +88,7 @@ class Parts:
     drives: tuple[Drive, ...]
     store: TieredStore
     pager: Prefetcher
+    phases: Phases
     schedule: Schedule
     hooks: Hooks
     optimizer: PagedAdam
@@ -161,7 +163,9 @@ def _build(  # noqa: PLR0913
     closing.callback(store.close)
     drives = _open_drives(config, arena, closing, faults)
     pager = Prefetcher(store)
-    schedule = Schedule(pager)
+    finish = finisher(device) if config.wall_clock_breakdown else None
+    phases = Phases(lambda: store.stats.waited_s, finish)
+    schedule = Schedule(pager, phases)
     store.relieve_by(schedule.relieve)
     stubs = Stubs(schedule, device)
     closing.callback(stubs.answer_by, Closed())
@@ -186,6 +190,7 @@ def _build(  # noqa: PLR0913
             device=device_tier,
             comm=comm,
             agreement=agreement,
+            phases=phases,
             stubs=stubs,
             stays=outline.units_stay,
         )
@@ -213,6 +218,7 @@ def _build(  # noqa: PLR0913
         loss_scale=_loss_scale(config, outline.usual_types),
         comm=comm,
         agreement=agreement,
+        phases=phases,
     )
     adam.register_step_pre_hook(lambda *_: schedule.release_all())  # whoever calls for the step
     homes = _homes(config, plan, drives)
@@ -244,6 +250,7 @@ def _build(  # noqa: PLR0913
         drives=tuple(drives.values()),
         store=store,
         pager=pager,
+        phases=phases,
         schedule=schedule,
         hooks=hooks,
         optimizer=adam,

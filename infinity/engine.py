@@ -11,11 +11,11 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -25,46 +25,18 @@ from infinity.agreement import Place
 from infinity.assembly import OptimizerGroups, Parts, assemble
 from infinity.comm import Communicator
 from infinity.config import Batch, Config
+from infinity.data import TrainingLoader
 from infinity.gradients import UnitGradients
+from infinity.loss_scale import LossScaleError
 from infinity.optimizer import PagedAdam
+from infinity.report import EngineStats, Reporter
 from infinity.schedule import Schedule
 from infinity.trace_file import read_traces, write_traces
 from tiering.aio import Faults
 from tiering.errors import EngineClosedError, RankError, TieringWarning
 from tiering.volumes import VolumeStats
 
-
-@dataclass(frozen=True)
-class EngineStats:
-    """What an engine is and has done. Bytes and seconds; counters start when `initialize` ends."""
-
-    steps: int
-    parameter_numel: int
-    state_bytes: int
-    """Weights as stored, master weights and moments of all parameters, without gradients."""
-    arena_budget_bytes: int
-    arena_used_bytes: int
-    arena_peak_bytes: int
-    arena_huge_bytes: int
-    """Of the arena, on huge pages."""
-    device_spare_bytes: int
-    """On the device, kept for flat buffers to come."""
-    nvme_read_bytes: int
-    nvme_written_bytes: int
-    nvme_paths: tuple[VolumeStats, ...]
-    """The same by path, and what each holds."""
-    prefetch_hits: int
-    """Uses of NVMe records that found them in the arena or on their way."""
-    prefetch_misses: int
-    prefetch_wasted: int
-    """Records fetched ahead and evicted unused."""
-    waited_s: dict[str, float]
-    """Time the caller was blocked, by hop."""
-    backend: str
-    backend_reason: str
-    """Why not io_uring; empty when it is."""
-    direct_io: bool
-    compute_dtype: str
+StepCallback: TypeAlias = Callable[[int, Mapping[str, float]], None]
 
 
 class InfinityEngine:
@@ -122,8 +94,12 @@ class InfinityEngine:
         self._initial = self._volumes()
         self.device: torch.device = self._parts.device
         self.optimizer: PagedAdam = self._parts.optimizer
+        self._callbacks: list[StepCallback] = []
+        self._reporter = Reporter(config, rank=comm.rank)
         self.lr_scheduler: LRScheduler | None = None
         """Stepped after each update; set by `infinity.initialize`."""
+        self.training_dataloader: TrainingLoader | None = None
+        """Of the ``training_data`` given to `infinity.initialize`."""
 
     # -- training
 
@@ -168,11 +144,12 @@ class InfinityEngine:
 
     @contextmanager
     def _forward(self) -> Iterator[None]:
-        self._parts.schedule.begin_forward()
-        try:
-            yield
-        finally:
-            self._parts.schedule.end_forward()
+        with self._parts.phases.of("forward"):
+            self._parts.schedule.begin_forward()
+            try:
+                yield
+            finally:
+                self._parts.schedule.end_forward()
 
     def backward(
         self,
@@ -197,7 +174,8 @@ class InfinityEngine:
         with self._in_use():
             scaled = self._scaled(loss, by_accumulation=scale_wrt_gas)
             try:
-                scaled.backward(retain_graph=retain_graph)
+                with self._parts.phases.of("backward"):
+                    scaled.backward(retain_graph=retain_graph)
             except BaseException as error:
                 self.optimizer.backward_failed(error)
                 raise
@@ -250,6 +228,9 @@ class InfinityEngine:
 
         Raises:
             RuntimeError: no backward since the last step.
+            LossScaleError: gradients are not finite and the configuration says not to go on;
+                nothing was updated.
+            RankError: another rank failed, or is in another call.
             TransferError: a write of an earlier update failed; its bytes are in memory. (A read
                 that fails in an update is raised by who needed the weight; the update is torn then,
                 and the engine goes on no more.)
@@ -264,16 +245,34 @@ class InfinityEngine:
             if not is_boundary:
                 return
             self._warn_of_unmanaged()
-            self.optimizer.step()
-            self._micro_steps = 0
-            self.global_steps += 1
+            try:
+                with self._parts.phases.of("step"):
+                    self.optimizer.step()
+            except LossScaleError:
+                self._end_cycle()
+                raise
             self._was_applied = not self.optimizer.overflow
-            self._parts.pager.end(self._cycle)
-            if self.lr_scheduler is not None and self.was_step_applied():
+            self._end_cycle()
+            if self.lr_scheduler is not None and self._was_applied:
                 self.lr_scheduler.step()
             self._parts.store.raise_failed_writes()
             self._begin_cycle()  # so that reading goes on until the next forward
             self._parts.pager.advance()
+            self._tell()
+
+    def _end_cycle(self) -> None:
+        self._micro_steps = 0
+        self.global_steps += 1
+        self._parts.pager.end(self._cycle)
+
+    def _tell(self) -> None:
+        """What a step is worth telling: to the callbacks, and on rank 0 to people."""
+        if not self._callbacks and not self._reporter.wants(self.global_steps):
+            return
+        scalars = self.scalars()
+        for callback in self._callbacks:
+            callback(self.global_steps, scalars)
+        self._reporter.tell(self.global_steps, scalars)
 
     def _warn_of_unmanaged(self) -> None:
         """Say once which parameters got a gradient that nobody will use, and drop it."""
@@ -397,7 +396,23 @@ class InfinityEngine:
             backend_reason=aio[0].backend_reason if aio else "",
             direct_io=not any(d.buffered_blocks for d in aio),
             compute_dtype=str(parts.types.compute).removeprefix("torch."),
+            spent_s=parts.phases.spent_s(),
         )
+
+    def scalars(self) -> dict[str, float]:
+        """Numbers of this engine so far, for TensorBoard, W&B and the like; see `EngineStats`."""
+        norm = self.optimizer.global_grad_norm
+        return {
+            **self.stats().scalars(),
+            "skipped_steps": float(self.skipped_steps),
+            "loss_scale": self.optimizer.loss_scale,
+            "grad_norm": float("nan") if norm is None else norm,
+            **{f"lr/{number}": rate for number, rate in enumerate(self.get_lr())},
+        }
+
+    def on_step(self, callback: StepCallback) -> None:
+        """Have this called after every step, on this rank, with its number and `scalars`."""
+        self._callbacks.append(callback)
 
     def _volumes(self) -> list[VolumeStats]:
         return [volume for drive in self._parts.drives for volume in drive.tier.volumes()]
@@ -446,6 +461,10 @@ class InfinityEngine:
                 self._parts.agreement.meet(Place.CLOSE)
         self._finalizer()
 
+    def abandon(self) -> None:
+        """Close without waiting for other ranks, which will find this one gone."""
+        self._finalizer()
+
     def __enter__(self) -> InfinityEngine:
         return self
 
@@ -459,7 +478,7 @@ class InfinityEngine:
             self.close()
         else:  # the others are somewhere else, and learn of it there
             self._parts.comm.leave_reason(value)
-            self._finalizer()
+            self.abandon()
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:

@@ -50,6 +50,7 @@ from infinity.comm import Communicator
 from infinity.gradients import UnitGradients
 from infinity.loss_scale import LossScale, LossScaleError, StaticLossScale
 from infinity.partition import Extent
+from infinity.phases import Phases
 from infinity.unit import Unit, UnitState
 from tiering.errors import ConfigError, EngineClosedError, TieringWarning
 from tiering.prefetch import Prefetcher
@@ -100,6 +101,7 @@ class PagedAdam(torch.optim.Optimizer):
         loss_scale: by which gradients are too large.
         comm: the ranks that step together.
         agreement: where they meet.
+        phases: are told when updates are made.
     """
 
     def __init__(  # noqa: PLR0913
@@ -113,6 +115,7 @@ class PagedAdam(torch.optim.Optimizer):
         loss_scale: LossScale,
         comm: Communicator,
         agreement: Agreement,
+        phases: Phases,
     ) -> None:
         self._managed = {p for g in gradients for p in g.unit.parameters}
         super().__init__([dict(group) for group in groups], defaults)
@@ -127,6 +130,7 @@ class PagedAdam(torch.optim.Optimizer):
         self._loss_scale = loss_scale
         self._comm = comm
         self._agreement = agreement
+        self._phases = phases
         self._skipped_in_a_row = 0
         self._steps: dict[nn.Parameter, int] = {}
         self._pid = os.getpid()
@@ -156,7 +160,8 @@ class PagedAdam(torch.optim.Optimizer):
                 "a closure is not supported; call engine(...), engine.backward(...), engine.step()"
             )
         self._agreement.meet(Place.STEP)
-        active = self._arrived_anywhere()
+        with self._phases.of("reduce"):
+            active = self._arrived_anywhere()
         self.global_grad_norm = self._norm([*active, *self._made_early])
         settings = self._settings()
         self.overflow = not math.isfinite(self.global_grad_norm) and self._is_refused()
@@ -411,7 +416,7 @@ class PagedAdam(torch.optim.Optimizer):
         if os.getpid() != self._pid:  # torch's threads are not there, and the state is its parent's
             raise EngineClosedError(f"this update belongs to process {self._pid}, not to its child")
         try:
-            with torch.inference_mode(mode=False):
+            with torch.inference_mode(mode=False), self._phases.of("update", unit.names[0]):
                 self._update_unit(decision)
             del self._due[unit]
         except BaseException as error:

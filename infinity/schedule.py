@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from infinity.gradients import UnitGradients
+from infinity.phases import Phases
 from infinity.unit import Unit, UnitState
 from tiering.errors import EngineClosedError, TieringWarning
 from tiering.prefetch import Prefetcher
@@ -33,12 +34,14 @@ class Schedule:
 
     Args:
         pager: leases records and fetches ahead.
+        phases: are told when gradients are taken.
     """
 
-    def __init__(self, pager: Prefetcher) -> None:
+    def __init__(self, pager: Prefetcher, phases: Phases) -> None:
         self.backward_ran = False
         """Whether a backward pass has begun since this was last cleared."""
         self._pager = pager
+        self._phases = phases
         self._gradients: Mapping[Unit, UnitGradients] = {}
         self._owner: dict[nn.Parameter, tuple[Unit, int]] = {}
         self._active: Counter[Unit] = Counter()
@@ -127,9 +130,12 @@ class Schedule:
         if gradient is None:
             return
         gradients = self._gradients[unit]
-        gradients.deposit(index, gradient)
-        if gradients.is_complete:
-            gradients.close()
+        with self._phases.of("reduce", unit.names[0]):
+            gradients.deposit(index, gradient)
+            is_complete = gradients.is_complete
+            if is_complete:
+                gradients.close()
+        if is_complete:
             self._release_if_idle(unit)
             self._complete(gradients)
             self._pager.advance()
@@ -146,8 +152,9 @@ class Schedule:
     def end_backward(self) -> None:
         """Backward has ended."""
         self._in_backward = False
-        for gradients in self._gradients.values():
-            gradients.close()
+        with self._phases.of("reduce"):
+            for gradients in self._gradients.values():
+                gradients.close()
         self.release_idle()
         self._pager.advance()
 

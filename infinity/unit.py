@@ -35,6 +35,7 @@ from infinity.agreement import Agreement
 from infinity.comm import Communicator
 from infinity.parameters import Stubs
 from infinity.partition import Extent, FlatLayout
+from infinity.phases import Phases
 from infinity.unit_records import UnitRecords
 from tiering.prefetch import Prefetcher
 from tiering.spec import RecordSpec, TensorSpec
@@ -77,6 +78,7 @@ class Unit:
         device: DeviceTier,
         comm: Communicator,
         agreement: Agreement,
+        phases: Phases,
         stubs: Stubs,
         stays: bool = False,
     ) -> None:
@@ -95,6 +97,7 @@ class Unit:
         self.stays = stays
         self._comm = comm
         self._agreement = agreement
+        self._phases = phases
         self._number = agreement.add(self._take_part)
         self._gathered: torch.Tensor | None = None  # by the last collective
         self._stubs = stubs
@@ -165,7 +168,7 @@ class Unit:
         if self.state is UnitState.PRESENT:
             return
         self.settle()
-        with torch.inference_mode(mode=False):
+        with torch.inference_mode(mode=False), self._phases.of("gather", self.names[0]):
             self.flat = self._gather_flat()
             for parameter, place in zip(self.parameters, self.layout.parameters, strict=True):
                 view = self.flat[place.start : place.stop].view(parameter.shape)

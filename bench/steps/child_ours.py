@@ -8,7 +8,7 @@ import infinity
 from bench.steps.loop import DTYPES, Moved, Trainer, serve
 from bench.steps.model import build
 from bench.steps.wire import Paging, Run
-from infinity.engine import EngineStats
+from infinity.report import EngineStats
 
 _NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
 

@@ -13,13 +13,16 @@ class Reporting(Section):
     """What is told about a run."""
 
     steps_per_print: Positive | Auto | None = None
-    """Every so many steps a line with the loss scale, the rate and samples a second. auto and
-    None: none.
+    """Every so many steps, rank 0 prints a line with the seconds a step, rates, gradient norm and
+    loss scale. auto and None: never; with `wall_clock_breakdown` every 10 steps.
     """
     wall_clock_breakdown: bool = False
-    """True: that line has the parts of the time of a step as well."""
-    dump_state: bool = False
-    """True: what the engine was built from is printed once, at the start."""
+    """True: a second line says where the time of these steps went: forward, backward, gathering,
+    reducing, updating, waiting for the drive.
+    """
+    dump_state: Annotated[
+        bool, NoEffect("print engine.config and engine.stats()", given(False))
+    ] = False
     memory_breakdown: Annotated[
         bool, NoEffect("engine.stats() has the memory of each tier", given(False))
     ] = False

@@ -34,8 +34,8 @@ class WarmupLRParams(_Params):
     """Rate at the start; a list has one for each group."""
     warmup_max_lr: Rate | Auto | None = None
     """Rate after the warm-up. None: the optimizer's."""
-    warmup_num_steps: Positive | Auto = 1000
-    """Steps of the warm-up."""
+    warmup_num_steps: Count | Auto = 1000
+    """Steps of the warm-up; 0: none."""
     warmup_type: WarmupType = "log"
     """How the rate rises."""
 
@@ -49,8 +49,8 @@ class WarmupDecayLRParams(_Params):
     """Rate at the start; a list has one for each group."""
     warmup_max_lr: Rate | Auto = 1e-3
     """Rate after the warm-up."""
-    warmup_num_steps: Positive | Auto = 1000
-    """Steps of the warm-up."""
+    warmup_num_steps: Count | Auto = 1000
+    """Steps of the warm-up; 0: none."""
     warmup_type: WarmupType = "log"
     """How the rate rises."""
 
@@ -62,8 +62,8 @@ class WarmupCosineLRParams(_Params):
     """Steps of the whole training; required."""
     warmup_min_ratio: Number | Auto = 0.0
     """Part of the rate at the start."""
-    warmup_num_steps: Positive | Auto = 1000
-    """Steps of the warm-up."""
+    warmup_num_steps: Count | Auto = 1000
+    """Steps of the warm-up; 0: none."""
     cos_min_ratio: Number | Auto = 1e-4
     """Part of the rate at the end."""
     warmup_type: WarmupType = "log"

@@ -17,7 +17,7 @@ class Tiering(Section):
     """Bytes of the one host arena, or text such as "8GiB". auto: gradients and working buffers for
     NVMe, everything for cpu.
     """
-    compute_dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    compute_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Type the model computes in. auto: the storage type where the device has fast matrix units for
     it, else fp32.
     """
@@ -31,8 +31,8 @@ class Tiering(Section):
     and with `bf16.check_grad_overflow`, else ignore.
     """
     max_skipped_steps: Positive = 50
-    """After so many skipped steps in a row an error ends the training; with a loss scale that is
-    being found, only those at its least value count.
+    """After so many skipped steps in a row one more is an error. (A loss scale that is being found
+    has an end of its own: an overflow at `fp16.min_loss_scale` is an error.)
     """
     collective_timeout_s: Factor = 600.0
     """Longest wait for other ranks, in seconds; after that an error names what was waited for."""

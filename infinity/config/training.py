@@ -35,8 +35,8 @@ class Training(Section):
     communication_data_type: Annotated[FloatType | None, BeforeValidator(_comm_type)] = None
     """Type in which gradients are reduced over ranks. None: their own."""
     prescale_gradients: bool = False
-    """True: gradients are divided by `gradient_predivide_factor` before they are summed over ranks,
-    and by the rest of the number of ranks behind it. False: by all of it at once.
+    """True: gradients are divided by the number of ranks before they are summed over them. False:
+    by `gradient_predivide_factor` before, and by the rest of that number behind.
     """
     gradient_predivide_factor: Factor = 1.0
     """See `prescale_gradients`."""

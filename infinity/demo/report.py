@@ -18,7 +18,7 @@ from rich.text import Text
 
 from infinity.demo.options import Options
 from infinity.demo.train import Step
-from infinity.engine import EngineStats
+from infinity.report import EngineStats
 
 _MB = 1e6
 _GB = 1e9

@@ -11,7 +11,7 @@ from rich.console import Console
 from infinity.demo import report
 from infinity.demo.options import parse
 from infinity.demo.train import Step
-from infinity.engine import EngineStats
+from infinity.report import EngineStats
 
 NUMEL = 1000
 LIMITS = report.Limits(compute_s=0.5, nvme_bytes_per_s=10_000.0)

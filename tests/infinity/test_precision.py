@@ -118,7 +118,7 @@ def test_a_scale_at_its_minimum_is_an_error_that_names_the_parameter(tmp_path: P
     with engine:
         scales, _ = run(engine, [True, True])
         assert [*scales, engine.optimizer.loss_scale] == [4, 2, 1]
-        with pytest.raises(LossScaleError, match=r"minimum of 1 .*first is that of '0.weight'"):
+        with pytest.raises(LossScaleError, match=r"minimum of 1 .*first is that of '0\.weight'"):
             run(engine, [True])
         assert_close(engine.module.state_dict(), before, rtol=1e-3, atol=1e-3)
         assert run(engine, [False])[1] == [True]
@@ -163,15 +163,13 @@ def test_gradients_that_are_not_finite_are_ignored_skipped_or_raised_as_chosen(
     policy: str, tmp_path: Path
 ) -> None:
     """In bf16, which has no loss scale."""
-    config = config_for(
-        tmp_path, bf16={"enabled": True}, tiering={"nonfinite_gradients": policy}
-    )
+    config = config_for(tmp_path, bf16={"enabled": True}, tiering={"nonfinite_gradients": policy})
     engine, *_ = infinity.initialize(model=base_model(), config=config)
     with engine, warnings.catch_warnings():
         warnings.simplefilter("ignore", TieringWarning)
         run(engine, [False])
         if policy == "raise":
-            with pytest.raises(LossScaleError, match="'0.weight'"):
+            with pytest.raises(LossScaleError, match=r"'0\.weight'"):
                 run(engine, [True])
         else:
             run(engine, [True])

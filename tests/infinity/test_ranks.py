@@ -76,7 +76,7 @@ def reference(steps: int, *, clip: float = 0.0) -> Weights:
 def test_several_ranks_equal_one_with_accumulation_clipping_and_uneven_sizes(
     size: int, accumulation: int, on_ranks: RankPool, tmp_path: Path
 ) -> None:
-    """Weights, and the norm before clipping, of any number of ranks; sizes no rank count divides."""
+    """Weights and norms of any number of ranks, for sizes that no number of ranks divides."""
     config = config_for(tmp_path, gradient_clipping=0.5)
     outcomes = on_ranks(size, train_part, config, 3, accumulation)
     alone, weights_alone = train_part(config, 3, 1)
