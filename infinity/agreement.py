@@ -27,9 +27,14 @@ class Place(enum.IntEnum):
 
     STEP = -1
     CLOSE = -2
+    STATE = -3
 
 
-_CALLS: Final = {Place.STEP: "engine.step()", Place.CLOSE: "engine.close()"}
+_CALLS: Final = {
+    Place.STEP: "engine.step()",
+    Place.CLOSE: "engine.close()",
+    Place.STATE: "engine.get_state() or set_state()",
+}
 
 Part = Callable[[bool], None]
 

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
+from infinity.access import States
 from infinity.agreement import Agreement
 from infinity.comm import Communicator
 from infinity.config import Config, OffloadOptimizer, OffloadParam, real_path
@@ -92,6 +93,7 @@ class Parts:
     schedule: Schedule
     hooks: Hooks
     optimizer: PagedAdam
+    states: States
     units: tuple[Unit, ...]
     kept: frozenset[str]
     """Keys of the drive's records that stay in the arena."""
@@ -199,10 +201,12 @@ def _build(  # noqa: PLR0913
         )
     ]
     early = frozenset(compress(units, outline.early))
+    loss_scale = _loss_scale(config, outline.usual_types)
     reduction = Reduction(
         comm,
         agreement,
         device,
+        scale=lambda: loss_scale.value,
         is_early=not outline.whole_gradients,
         dtype=_COMMUNICATED[config.communication_data_type],
         predivisor=_predivisor(config, comm),
@@ -215,7 +219,7 @@ def _build(  # noqa: PLR0913
         gradients=list(gradients.values()),
         pager=pager,
         rules=_rules(config, outline.usual_types),
-        loss_scale=_loss_scale(config, outline.usual_types),
+        loss_scale=loss_scale,
         comm=comm,
         agreement=agreement,
         phases=phases,
@@ -254,6 +258,7 @@ def _build(  # noqa: PLR0913
         schedule=schedule,
         hooks=hooks,
         optimizer=adam,
+        states=States(gradients, schedule, pager, comm=comm, agreement=agreement),
         units=tuple(units),
         kept=frozenset(kept),
         unmanaged=tuple((n, p) for n, p in model.named_parameters() if p not in trained),

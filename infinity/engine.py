@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from infinity.access import Field
 from infinity.agreement import Place
 from infinity.assembly import OptimizerGroups, Parts, assemble
 from infinity.comm import Communicator
@@ -367,6 +368,16 @@ class InfinityEngine:
     def get_global_grad_norm(self) -> float | None:
         """Norm of the last step's gradients before clipping; None before the first."""
         return self.optimizer.global_grad_norm
+
+    def get_state(self, parameter: nn.Parameter, field: Field) -> torch.Tensor | None:
+        """Copy a parameter's fp32 weight, moment or gradient; see `infinity.access.States.get`."""
+        with self._in_use():
+            return self._parts.states.get(parameter, field)
+
+    def set_state(self, parameter: nn.Parameter, field: Field, value: torch.Tensor) -> None:
+        """Change one of them; see `infinity.access.States.set`."""
+        with self._in_use():
+            self._parts.states.set(parameter, field, value)
 
     # -- observing and ending
 

@@ -19,12 +19,14 @@ into a further sum. So the mean does not depend on who used what, and when.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
 import torch
 
 from infinity.agreement import Agreement
 from infinity.comm import Communicator
+from infinity.partition import Extent
 from infinity.unit import Unit
 from tiering.prefetch import Prefetcher
 from tiering.store import Lease
@@ -44,6 +46,8 @@ class Reduction(NamedTuple):
     """After each backward pass, to the own part; else at the step."""
     dtype: torch.dtype | None = None
     """What travels; None: the type of the record."""
+    scale: Callable[[], float] = lambda: 1.0
+    """By which gradients are too large."""
     predivisor: float = 1.0
     """Of gradients before the sum; what is left of the number of ranks divides it."""
 
@@ -174,6 +178,51 @@ class UnitGradients:
         self._is_fresh = True
         if not empty:
             self.drop()
+
+    @torch.no_grad()
+    def read(self, index: int, out: torch.Tensor) -> bool:
+        """Copy this rank's part of a parameter's gradient.
+
+        Args:
+            index: which parameter of the unit.
+            out: zeros, shape (numel,); the sum of it over the ranks is the gradient.
+
+        Returns:
+            Whether the parameter has one on this rank.
+        """
+        self.close()
+        if self._is_fresh:
+            return index in self.arrived
+        with self.lease() as lease:
+            for mine, theirs in self._parts(index):
+                out[mine].copy_(lease["gradient"][theirs])
+        out.div_(self._reduction.scale())
+        if self._reduction.in_record:
+            out.div_(self._reduction.comm.size)
+        return index in self.arrived
+
+    @torch.no_grad()
+    def write(self, index: int, value: torch.Tensor) -> None:
+        """Put this rank's part of a parameter's gradient, shape (numel,), in place of what came."""
+        self.close()
+        fresh, self._is_fresh = self._is_fresh, False
+        with self._pager.lease(self.unit.records.gradient.key, _access(fresh)) as lease:
+            record = lease["gradient"]
+            if fresh:
+                record.zero_()
+            for mine, theirs in self._parts(index):
+                record[theirs].copy_(value[mine]).mul_(self._reduction.scale())
+            self.square_sum = square_sum(record[slice(*self.unit.records.own_of_gradient)])
+        self.arrived.add(index)
+
+    def _parts(self, index: int) -> Iterator[tuple[slice, slice]]:
+        """What of a parameter the record holds: which of its elements, at which of the record's."""
+        records, place = self.unit.records, self.unit.layout.parameters[index]
+        start = records.own.start - records.own_of_gradient.start
+        held = Extent(start, start + records.gradient.tensors[0].numel)
+        part = place.intersect(held)
+        if part.numel:
+            yield slice(*part.relative_to(place.start)), slice(*part.relative_to(start))
 
     def first_nonfinite(self) -> int | None:
         """The first parameter, by index, with an infinity or no number in this rank's part."""

@@ -53,6 +53,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("infinity.agreement",),
     ("infinity.parameters", "infinity.unit_records", "infinity.unit", "infinity.gradients"),
     ("infinity.optimizer", "infinity.schedule", "infinity.hooks"),
+    ("infinity.access",),
     ("infinity.outline",),
     ("infinity.report",),
     ("infinity.assembly",),
