@@ -51,7 +51,7 @@ class Initialized(NamedTuple):
 
     engine: InfinityEngine
     optimizer: PagedAdam
-    dataloader: TrainingLoader | None
+    dataloader: TrainingLoader[Any] | None
     lr_scheduler: Scheduler | None
 
 
@@ -119,7 +119,7 @@ def _loader(
     collate_fn: Callable[[list[Any]], Any] | None,
     config: Config,
     engine: InfinityEngine,
-) -> TrainingLoader | None:
+) -> TrainingLoader[Any] | None:
     if dataset is None:
         return None
     return training_loader(

@@ -241,7 +241,7 @@ def _build(  # noqa: PLR0913
         itemsize = outline.usual_types.storage.itemsize
         pager.limit({s.key: s.nbytes for s in shards}, bucket_numel * itemsize)
     schedule.manage(units, gradients)
-    hooks = Hooks(schedule)
+    hooks = Hooks(schedule, saves_on_host=config.activation_checkpointing.cpu_checkpointing)
     closing.callback(hooks.remove)
     trained = {p for unit in gradients for p in unit.parameters}
     return Parts(

@@ -82,7 +82,9 @@ class Communicator:
         on_device = device.type == "cuda"
         self._data = dist.new_group(backend="nccl", timeout=timeout) if on_device else self._talk
         store = dist.distributed_c10d._get_default_store()  # noqa: SLF001
-        self._reasons = dist.PrefixStore(f"zero_infinity/{self._talk.group_name}", store)
+        self._reasons = dist.distributed_c10d.PrefixStore(
+            f"zero_infinity/{self._talk.group_name}", store
+        )
 
     def close(self) -> None:
         """Leave the groups, without waiting for anybody."""

@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_map
 
 from infinity.access import Field
 from infinity.agreement import Place
@@ -99,7 +100,7 @@ class InfinityEngine:
         self._reporter = Reporter(config, rank=comm.rank)
         self.lr_scheduler: LRScheduler | None = None
         """Stepped after each update; set by `infinity.initialize`."""
-        self.training_dataloader: TrainingLoader | None = None
+        self.training_dataloader: TrainingLoader[Any] | None = None
         """Of the ``training_data`` given to `infinity.initialize`."""
 
     # -- training
@@ -108,11 +109,19 @@ class InfinityEngine:
         """Run the model's forward: with gradients enabled for training, else to evaluate."""
         with self._in_use():
             self._count_plain_backward()
+            if self.config.fp16.auto_cast:
+                args, kwargs = tree_map(self._cast, (args, kwargs))
             if torch.is_grad_enabled():
                 return self._train(*args, **kwargs)
             return self._evaluate(*args, **kwargs)
 
     forward = __call__
+
+    def _cast(self, value: Any) -> Any:  # noqa: ANN401
+        """A floating input in the type the model computes in."""
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return value.to(self._parts.types.compute)
+        return value
 
     def _train(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         if not self._parts.pager.is_under_way(self._cycle):

@@ -38,15 +38,24 @@ class SavedView(NamedTuple):
     offset: int
 
 
+class HostCopy(NamedTuple):
+    """A saved activation that waits for backward in host memory."""
+
+    values: torch.Tensor
+    device: torch.device
+
+
 class Hooks:
     """The hooks of one engine; `remove` takes them all away.
 
     Args:
         schedule: what they call.
+        saves_on_host: whether activations wait for backward in host memory.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, *, saves_on_host: bool = False) -> None:
         self._schedule = schedule
+        self._saves_on_host = saves_on_host
         self._handles: list[Any] = []
 
     def attach(self, module: nn.Module, units: Sequence[Unit]) -> None:
@@ -103,18 +112,26 @@ class Hooks:
             handle.remove()
         self._handles.clear()
 
-    def _pack(self, tensor: torch.Tensor) -> SavedView | torch.Tensor:
+    def _pack(self, tensor: torch.Tensor) -> SavedView | HostCopy | torch.Tensor:
         if tensor.layout is not torch.strided:
             return tensor
         unit = self._schedule.unit_at(tensor.untyped_storage().data_ptr())
         if unit is None or tensor.dtype != unit.compute_dtype:
-            return tensor
+            return self._pack_activation(tensor)
         offset = int(tensor.storage_offset())
         return SavedView(unit, unit.version_at(offset), tensor.size(), tensor.stride(), offset)
 
-    def _unpack(self, saved: SavedView | torch.Tensor) -> torch.Tensor:
+    def _pack_activation(self, tensor: torch.Tensor) -> HostCopy | torch.Tensor:
+        if not self._saves_on_host or tensor.device.type == "cpu":
+            return tensor
+        values = torch.empty(tensor.size(), dtype=tensor.dtype, pin_memory=True)
+        return HostCopy(values.copy_(tensor), tensor.device)
+
+    def _unpack(self, saved: SavedView | HostCopy | torch.Tensor) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
             return saved
+        if isinstance(saved, HostCopy):
+            return saved.values.to(saved.device, non_blocking=True)
         flat = self._schedule.require(saved.unit)
         if saved.version != saved.unit.version_at(saved.offset):
             raise RuntimeError(

@@ -10,7 +10,7 @@ Every phase is also a range of the torch profiler, with the name of the phase an
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
@@ -37,7 +37,7 @@ class Phases:
     ) -> None:
         self._waited_s = waited_s
         self._finish = finish
-        self._spent_s: Counter[str] = Counter()
+        self._spent_s: defaultdict[str, float] = defaultdict(float)
         self._within: list[str] = [OUTSIDE]
         self._last_s = time.perf_counter()
         self._last_waited_s = 0.0
