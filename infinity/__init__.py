@@ -7,8 +7,9 @@
         engine.step()
 
 The modules, in the order in which bytes pass through them: `config`, `scopes`, `partition`, `plan`,
-`unit_records`, `parameters`, `unit`, `gradients`, `schedule`, `hooks`, `adam`, `optimizer`,
-`assembly`, `engine`; `comm` is the way to other ranks.
+`outline`, `unit_records`, `parameters`, `unit`, `gradients`, `schedule`, `hooks`, `loss_scale`,
+`adam`, `optimizer`, `access`, `assembly`, `engine`, `report`; `comm` and `agreement` are the way to
+other ranks, `lr_schedules` and `data` what training needs beside them, `phases` the clock.
 """
 
 from __future__ import annotations
