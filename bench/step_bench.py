@@ -143,6 +143,7 @@ def _training(options: argparse.Namespace) -> Training:
         compute_dtype=options.compute_dtype,
         threads=options.threads,
         clipping=options.clipping,
+        checkpointing=options.checkpointing,
     )
 
 
@@ -260,6 +261,9 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     ):
         group.add_argument(f"--{name}", type=_count, help=f"{what}, instead of the size's")
     group.add_argument("--batch", type=_count, default=1, help="windows a step (default: 1)")
+    group.add_argument(
+        "--checkpointing", action="store_true", help="recompute each block in backward"
+    )
     group.add_argument(
         "--clipping",
         type=_norm,

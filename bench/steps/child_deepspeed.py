@@ -35,7 +35,12 @@ class DeepSpeed(Trainer):
         self.compute_dtype = training.compute_dtype
         deepspeed.init_distributed(dist_backend="nccl" if on_gpu else "gloo")
         compute_dtype = DTYPES[training.compute_dtype]
-        model = build(training.shape, seed=training.seed, compute_dtype=compute_dtype)
+        model = build(
+            training.shape,
+            seed=training.seed,
+            compute_dtype=compute_dtype,
+            checkpointing=training.checkpointing,
+        )
         self._engine, *_ = deepspeed.initialize(
             model=model, model_parameters=list(model.parameters()), config=run.config
         )

@@ -21,8 +21,13 @@ class Ours(Trainer):
     """
 
     def __init__(self, run: Run) -> None:
-        shape, seed = run.training.shape, run.training.seed
-        model = build(shape, seed=seed, compute_dtype=None)
+        training = run.training
+        model = build(
+            training.shape,
+            seed=training.seed,
+            compute_dtype=None,
+            checkpointing=training.checkpointing,
+        )
         self._engine, *_ = infinity.initialize(model=model, config=run.config)
         self._start: EngineStats = self._engine.stats()
         self.device = self._engine.device

@@ -24,7 +24,12 @@ class Plain(Trainer):
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.compute_dtype = training.compute_dtype
         compute_dtype = DTYPES[training.compute_dtype]
-        self._model = build(training.shape, seed=training.seed, compute_dtype=compute_dtype)
+        self._model = build(
+            training.shape,
+            seed=training.seed,
+            compute_dtype=compute_dtype,
+            checkpointing=training.checkpointing,
+        )
         self._model.to(self.device)
         self._stored = list(self._model.parameters())
         self._master = [p.detach().float().requires_grad_() for p in self._stored]

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 _INITIAL_STD = 0.02
 _WINDOWS = 64  # of text there is, in all: a few steps see parts of it again and learn
@@ -71,6 +72,7 @@ SIZES = {
     "30m": Shape(layers=6, width=640, heads=10, vocabulary=256, context=256),
     "120m": Shape(layers=12, width=896, heads=14, vocabulary=2048, context=256),
     "134m": Shape(layers=12, width=768, heads=12, vocabulary=32000, context=256),
+    "1.3b": Shape(layers=24, width=2048, heads=16, vocabulary=32000, context=1024),
 }
 
 
@@ -150,11 +152,19 @@ class GPT(nn.Module):
     Args:
         shape: its numbers.
         compute_dtype: type to compute in; None: the type the weights have when they are used.
+        checkpointing: whether blocks are recomputed in backward.
     """
 
-    def __init__(self, shape: Shape, *, compute_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        compute_dtype: torch.dtype | None = None,
+        checkpointing: bool = False,
+    ) -> None:
         super().__init__()
         self.compute_dtype = compute_dtype
+        self.checkpointing = checkpointing
         self.tokens = nn.Embedding(shape.vocabulary, shape.width)
         self.places = nn.Embedding(shape.context, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
@@ -173,21 +183,31 @@ class GPT(nn.Module):
         dtype = self.compute_dtype or stream.dtype
         stream = stream.to(dtype) + places.to(dtype)
         for block in self.blocks:
-            stream = block(stream)
+            if self.checkpointing:
+                stream = checkpoint(block, stream, use_reentrant=False)
+            else:
+                stream = block(stream)
         logits = self.head(self.norm(stream))
         return functional.cross_entropy(logits.float().flatten(0, 1), wanted.flatten())
 
 
-def build(shape: Shape, *, seed: int, compute_dtype: torch.dtype | None) -> GPT:
+def build(
+    shape: Shape,
+    *,
+    seed: int,
+    compute_dtype: torch.dtype | None,
+    checkpointing: bool = False,
+) -> GPT:
     """A model with bf16 weights drawn from the seed.
 
     Args:
         shape: its numbers.
         seed: of the weights.
         compute_dtype: see `GPT`.
+        checkpointing: see `GPT`.
     """
     with _default_dtype(torch.bfloat16):
-        model = GPT(shape, compute_dtype=compute_dtype)
+        model = GPT(shape, compute_dtype=compute_dtype, checkpointing=checkpointing)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:

@@ -24,6 +24,7 @@ class Training:
         compute_dtype: ``auto``, ``fp32`` or ``bf16``; weights are stored in bf16 always.
         threads: torch computes with; 0: its own choice.
         clipping: largest norm of the gradients; 0: they are not clipped.
+        checkpointing: whether blocks are recomputed in backward.
     """
 
     shape: Shape
@@ -35,6 +36,7 @@ class Training:
     compute_dtype: str = "auto"
     threads: int = 0
     clipping: float = 1.0
+    checkpointing: bool = False
 
 
 @dataclass(frozen=True)
