@@ -120,10 +120,7 @@ def test_no_arena_room_is_held_back_step_after_step(tmp_path: Path) -> None:
             y = torch.stack([m(x) for m in self.small]).mean(0)
             return torch.stack([m(y).square().mean() for m in self.large]).sum()
 
-    zero = {"stage3_param_persistence_threshold": 1000}
-    engine, *_ = infinity.initialize(
-        model=Mixed(), config=config_for(tmp_path, zero_optimization=zero)
-    )
+    engine, *_ = infinity.initialize(model=Mixed(), config=config_for(tmp_path))
     with engine:
         for _ in range(50):
             engine.backward(engine(torch.ones(2, 20)))
