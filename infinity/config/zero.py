@@ -105,10 +105,14 @@ class ZeroOptimization(AutoSection):
     offload_optimizer: Annotated[OffloadOptimizer, NullIsDefault] = OffloadOptimizer()
     sub_group_size: Size | Auto = "auto"
     """Most elements of one optimizer tile; 524,288 at most, since larger ones only take room."""
-    reduce_bucket_size: Size | Auto = "auto"
-    """Most elements of gradients that are reduced at once. auto: a unit's."""
-    allgather_bucket_size: Size | Auto = "auto"
-    """Most elements of weights that are gathered at once. auto: a unit's."""
+    reduce_bucket_size: Annotated[
+        Size | Auto,
+        NoEffect("gradients are reduced unit by unit; see tiering.max_unit_numel", anything),
+    ] = "auto"
+    allgather_bucket_size: Annotated[
+        Size | Auto,
+        NoEffect("weights are gathered unit by unit; see tiering.max_unit_numel", anything),
+    ] = "auto"
     stage3_prefetch_bucket_size: SizeOrNone | Auto = "auto"
     """Elements of weights fetched ahead, the last unit whole; 0: none. auto: as far as there is
     room.
