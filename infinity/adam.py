@@ -54,7 +54,8 @@ def adam_step(state: AdamState, grad: torch.Tensor, *, step: int, settings: Adam
         Regularization", algorithm 2.
     """
     numel = grad.numel()
-    piece = numel if settings.fused else _PIECE_NUMEL
+    in_one = settings.fused or grad.device.type != "cpu"
+    piece = numel if in_one else _PIECE_NUMEL
     for start in range(0, numel, piece):
         part = slice(start, start + piece)
         _step_piece(AdamState(*(t[part] for t in state)), grad[part], step=step, settings=settings)
@@ -68,9 +69,7 @@ def _step_piece(state: AdamState, grad: torch.Tensor, *, step: int, settings: Ad
         [state.exp_avg],
         [state.exp_avg_sq],
         [],
-        [
-            torch.tensor(float(step - 1), device=grad.device)
-        ],  # the kernel counts up before it uses it
+        [torch.full((), step - 1.0, device=grad.device)],  # the kernel counts up before it uses it
         foreach=False,
         fused=settings.fused,
         amsgrad=False,

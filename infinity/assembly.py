@@ -161,6 +161,8 @@ def _build(  # noqa: PLR0913
     arena = _arena(plan)
     closing.callback(arena.close)
     device_tier = DeviceTier(device)
+    device_tier.register(arena.memory.address, arena.capacity_bytes)
+    closing.callback(device_tier.unregister)
     store = TieredStore(arena, device_tier, patience_s=config.tiering.io_timeout_s)
     closing.callback(store.close)
     drives = _open_drives(config, arena, closing, faults)
@@ -205,7 +207,8 @@ def _build(  # noqa: PLR0913
     reduction = Reduction(
         comm,
         agreement,
-        device,
+        device_tier,
+        on_device=device.type == "cpu" or plan.gradient_home is Tier.DEVICE,
         scale=lambda: loss_scale.value,
         is_early=not outline.whole_gradients,
         dtype=_COMMUNICATED[config.communication_data_type],
@@ -220,6 +223,7 @@ def _build(  # noqa: PLR0913
         pager=pager,
         rules=_rules(config, outline.usual_types),
         loss_scale=loss_scale,
+        device=device_tier,
         comm=comm,
         agreement=agreement,
         phases=phases,

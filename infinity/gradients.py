@@ -3,8 +3,9 @@
 Note: the trip of a gradient
 
 Autograd finishes a parameter's gradient; `UnitGradients.deposit` rounds it into its place in the
-unit's buffer and lets the original go. With one rank the buffer is the gradient record itself, in
-host memory (or on the drive, when its budget cannot hold all). More micro-batches add to what is
+unit's buffer and lets the original go. With one rank on a CPU the buffer is the gradient record
+itself, in host memory (or on the drive, when its budget cannot hold all); from a GPU it is
+offloaded there when the unit's backward is over. More micro-batches add to what is
 there. Parameters that got no gradient stay marked as such, and the update skips them, as torch
 does. At the step `take` hands over what came; the record stays until the update has used it.
 
@@ -30,6 +31,7 @@ from infinity.partition import Extent
 from infinity.unit import Unit
 from tiering.prefetch import Prefetcher
 from tiering.store import Lease
+from tiering.tiers.device import DeviceTier
 from tiering.trace import Access
 
 _PART_NUMEL: Final = 2**18  # squared at once: 1 MiB of them, which stays in the cache
@@ -40,8 +42,10 @@ class Reduction(NamedTuple):
 
     comm: Communicator
     agreement: Agreement
-    device: torch.device
+    device: DeviceTier
     """Where the sum is made."""
+    on_device: bool
+    """Whether the records are there as well."""
     is_early: bool = True
     """After each backward pass, to the own part; else at the step."""
     dtype: torch.dtype | None = None
@@ -54,7 +58,7 @@ class Reduction(NamedTuple):
     @property
     def in_record(self) -> bool:
         """Whether gradients are collected in the record itself."""
-        return self.comm.size == 1 or not self.is_early
+        return (self.comm.size == 1 or not self.is_early) and self.on_device
 
 
 class UnitGradients:
@@ -74,7 +78,7 @@ class UnitGradients:
         self.early = early
         self.arrived: set[int] = set()
         """Parameters that got a gradient in this cycle, by index."""
-        self.square_sum = 0.0
+        self.square_sum: torch.Tensor | float = 0.0
         """Of the own part of all that came in this cycle; valid after `close`, or `reduce`."""
         self.is_spent = False
         """Whether the update has been made, and the cycle has not ended."""
@@ -248,7 +252,7 @@ class UnitGradients:
         else:
             dtype = records.gradient.tensors[0].dtype
             numel = self.unit.layout.numel
-            self._whole = torch.zeros(numel, dtype=dtype, device=self._reduction.device)
+            self._whole = torch.zeros(numel, dtype=dtype, device=self._reduction.device.device)
         return self._whole
 
     def _end_lease(self) -> None:
@@ -267,20 +271,29 @@ class UnitGradients:
         """Take part in a sum with what has come so far, and add the own part to the record."""
         del wanted
         whole = self._open()
-        with self._pager.lease(self.unit.records.gradient.key, _access(self._is_fresh)) as lease:
-            record, mean = lease["gradient"], self._mean(whole)
-            if self._is_fresh:
-                record.copy_(mean)
-            else:
-                record.add_(mean)
-            self.square_sum = square_sum(record)
+        device = self._reduction.device
+        lease = self._pager.lease(self.unit.records.gradient.key, _access(self._is_fresh))
+        try:
+            mean = self._mean(whole)
+            if not self._is_fresh:
+                before, _ = device.upload(lease["gradient"])
+                mean = mean.to(before.dtype).add_(before)
+            mean = mean.to(lease["gradient"].dtype)
+            self.square_sum = square_sum(mean)
+            hop = device.offload(mean, lease["gradient"])
+        except BaseException:
+            lease.abandon()
+            raise
+        lease.release_behind(hop)
         self._whole = None
         self._is_fresh = False
 
     def _mean(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of the mean over all ranks; ``whole`` is used up."""
         comm, predivisor = self._reduction.comm, self._reduction.predivisor
-        summed = whole.to(self._reduction.device, self._reduction.dtype or whole.dtype)
+        if comm.size == 1:
+            return whole
+        summed = whole.to(self._reduction.device.device, self._reduction.dtype or whole.dtype)
         if predivisor != 1.0:
             summed.div_(predivisor)
         if self.unit.layout.world_size == 1:
@@ -296,15 +309,16 @@ def _access(fresh: bool) -> Access:  # noqa: FBT001
     return Access.OVERWRITE if fresh else Access.UPDATE
 
 
-def square_sum(gradient: torch.Tensor) -> float:
+def square_sum(gradient: torch.Tensor) -> torch.Tensor | float:
     """The sum of the squares of a flat gradient of any floating type.
 
-    Squares are made in fp32 and summed by pairs, part by part, so that the error does not grow with
-    the number of elements.
+    On a CPU squares are made in fp32 and summed by pairs, part by part, so that the error does not
+    grow with the number of elements. A GPU does that by itself, and the sum stays there.
     """
-    squares = torch.empty(
-        min(_PART_NUMEL, gradient.numel()), dtype=torch.float32, device=gradient.device
-    )
+    if gradient.device.type != "cpu":
+        norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+        return norm.double().square()
+    squares = torch.empty(min(_PART_NUMEL, gradient.numel()), dtype=torch.float32)
     total = 0.0
     for part in gradient.split(_PART_NUMEL):
         square = squares[: part.numel()].copy_(part)

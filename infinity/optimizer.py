@@ -2,11 +2,12 @@
 
 Note: the trip of a tile
 
-Its ``read`` was started earlier, by the trace. `_update_tile` widens the gradient, makes one Adam
-``step`` in place in the arena, and the new weights are ``publish``ed into the unit's new shard
-(rounded to the storage type), which takes the old one's place when it is whole. The tile's
-``write`` starts at once and runs behind the next tile's step; the shard's when its last tile is
-done.
+Its ``read`` was started earlier, by the trace. `_pass_tile` brings it to where the model computes
+(``upload``; on a CPU it is there), `_update_tile` widens the gradient and makes one Adam ``step``,
+and the new weights are ``publish``ed into the unit's new shard (rounded to the storage type), which
+takes the old one's place when it is whole. The tile goes back (``offload``), and its ``write``
+starts and runs behind the next tile's step; the shard's when its last tile is done. A new shard
+that was made on a GPU is used from there.
 
 Note: when a unit is updated
 
@@ -54,7 +55,8 @@ from infinity.phases import Phases
 from infinity.unit import Unit, UnitState
 from tiering.errors import ConfigError, EngineClosedError, TieringWarning
 from tiering.prefetch import Prefetcher
-from tiering.store import Lease
+from tiering.spec import RecordSpec
+from tiering.tiers.device import DeviceTier
 from tiering.trace import Access
 
 Settings: TypeAlias = Mapping[nn.Parameter, AdamSettings]
@@ -66,6 +68,13 @@ class Run(NamedTuple):
     extent: Extent
     step: int
     settings: AdamSettings
+
+
+class Origin(NamedTuple):
+    """Where a tile begins in its unit, and what its gradients are multiplied by."""
+
+    start: int
+    scale: float
 
 
 class Decision(NamedTuple):
@@ -99,6 +108,7 @@ class PagedAdam(torch.optim.Optimizer):
         pager: leases records, fetches ahead and writes behind.
         rules: for a step as a whole.
         loss_scale: by which gradients are too large.
+        device: where updates are made.
         comm: the ranks that step together.
         agreement: where they meet.
         phases: are told when updates are made.
@@ -113,6 +123,7 @@ class PagedAdam(torch.optim.Optimizer):
         pager: Prefetcher,
         rules: StepRules,
         loss_scale: LossScale,
+        device: DeviceTier,
         comm: Communicator,
         agreement: Agreement,
         phases: Phases,
@@ -128,6 +139,7 @@ class PagedAdam(torch.optim.Optimizer):
         self._pager = pager
         self._rules = rules
         self._loss_scale = loss_scale
+        self._device = device
         self._comm = comm
         self._agreement = agreement
         self._phases = phases
@@ -317,7 +329,11 @@ class PagedAdam(torch.optim.Optimizer):
 
     def _norm(self, active: Sequence[UnitGradients]) -> float:
         """Of all gradients of all ranks, as they would be without a loss scale."""
-        own = math.fsum(g.square_sum for g in active)
+        sums = [g.square_sum for g in active]
+        there = [s for s in sums if isinstance(s, torch.Tensor)]
+        own = math.fsum(s for s in sums if not isinstance(s, torch.Tensor))
+        if there:
+            own += float(torch.stack(there).sum())  # waits for the device, once
         shared = all(g.unit.layout.world_size > 1 for g in active)
         parts = self._comm.exchange([own]) if shared else [[own]]
         return math.sqrt(math.fsum(part for (part,) in parts)) / self._loss_scale.value
@@ -409,40 +425,79 @@ class PagedAdam(torch.optim.Optimizer):
         unit.update_by(functools.partial(self._update, unit), updated)
 
     @torch.no_grad()
-    def _update(self, unit: Unit) -> None:
+    def _update(self, unit: Unit) -> torch.Tensor | None:
         decision = self._due.get(unit)
         if decision is None or self.torn:
-            return  # it was made; or what is left of the weights may still be looked at
+            return None  # it was made; or what is left of the weights may still be looked at
         if os.getpid() != self._pid:  # torch's threads are not there, and the state is its parent's
             raise EngineClosedError(f"this update belongs to process {self._pid}, not to its child")
         try:
             with torch.inference_mode(mode=False), self._phases.of("update", unit.names[0]):
-                self._update_unit(decision)
+                updated = self._update_unit(decision)
             del self._due[unit]
         except BaseException as error:
             self.torn = f"the update of the unit of {unit.names[0]!r} was interrupted by {error!r}"
             raise
-        self._pager.write_back(unit.records.shard.key)
-        decision.gradients.drop()
+        return updated
 
-    def _update_unit(self, decision: Decision) -> None:
+    def _update_unit(self, decision: Decision) -> torch.Tensor | None:
+        """Update all tiles where the model computes; the new shard if its home is elsewhere.
+
+        What passes through a GPU is on its way there, is updated, and on its way back, each for
+        another tile; nobody waits here.
+        """
         records = decision.gradients.unit.records
-        with (
-            decision.gradients.lease() as gradient,
-            self._pager.lease(records.shard.key, Access.OVERWRITE) as shard,
-        ):
+        device, key = self._device, records.shard.key
+        gradient_lease = decision.gradients.lease()
+        shard_lease = self._pager.lease(key, Access.OVERWRITE)
+        try:
+            gradient, gradient_hop = device.upload(gradient_lease["gradient"])
+            home = shard_lease["shard"]
+            is_elsewhere = home.device.type != device.device.type
+            shard = torch.empty_like(home, device=device.device) if is_elsewhere else home
+            start = records.own.start - records.own_of_gradient.start
             for spec, extent, runs in zip(
                 records.tiles, records.extents, decision.runs, strict=True
             ):
-                own = slice(*extent.relative_to(records.own.start))
-                part = slice(*extent.relative_to(records.own.start - records.own_of_gradient.start))
-                with self._pager.lease(spec.key, Access.UPDATE) as tile:
-                    self._update_tile(
-                        tile, runs, gradient["gradient"][part], extent.start, decision.scale
-                    )
-                    shard["shard"][own].copy_(tile["master"])
-                self._pager.write_back(spec.key)
+                self._pass_tile(
+                    spec,
+                    runs,
+                    gradient[slice(*extent.relative_to(start))],
+                    shard[slice(*extent.relative_to(records.own.start))],
+                    Origin(extent.start, decision.scale),
+                )
                 self._pager.advance()
+            shard_hop = device.offload(shard, home)
+        except BaseException:
+            shard_lease.abandon()
+            gradient_lease.abandon()
+            raise
+        shard_lease.release_behind(shard_hop, functools.partial(self._pager.write_back, key))
+        gradient_lease.release_behind(gradient_hop, decision.gradients.drop)
+        return shard if is_elsewhere else None
+
+    def _pass_tile(
+        self,
+        spec: RecordSpec,
+        runs: Sequence[Run],
+        gradient: torch.Tensor,
+        weights: torch.Tensor,
+        origin: Origin,
+    ) -> None:
+        """Update one tile, and round its new weights into their place."""
+        device = self._device
+        lease = self._pager.lease(spec.key, Access.UPDATE)
+        try:
+            home = lease.whole()
+            here, _ = device.upload(home)
+            state = AdamState(**spec.views(here))
+            self._update_tile(state, runs, gradient, origin)
+            weights.copy_(state.master)
+            hop = device.offload(here, home)
+        except BaseException:
+            lease.abandon()
+            raise
+        lease.release_behind(hop, functools.partial(self._pager.write_back, spec.key))
 
     def _runs(
         self,
@@ -468,14 +523,13 @@ class PagedAdam(torch.optim.Optimizer):
             yield current
 
     def _update_tile(
-        self, tile: Lease, runs: Sequence[Run], gradient: torch.Tensor, origin: int, scale: float
+        self, state: AdamState, runs: Sequence[Run], gradient: torch.Tensor, origin: Origin
     ) -> None:
-        state = AdamState(tile["master"], tile["exp_avg"], tile["exp_avg_sq"])
-        wide = self._widened(gradient, state.master.device)
-        if scale != 1.0:
-            wide.mul_(scale)
+        wide = self._widened(gradient)
+        if origin.scale != 1.0:
+            wide.mul_(origin.scale)
         for run in runs:
-            part = slice(*run.extent.relative_to(origin))
+            part = slice(*run.extent.relative_to(origin.start))
             adam_step(
                 AdamState(*(tensor[part] for tensor in state)),
                 wide[part],
@@ -483,9 +537,9 @@ class PagedAdam(torch.optim.Optimizer):
                 settings=run.settings,
             )
 
-    def _widened(self, gradient: torch.Tensor, device: torch.device) -> torch.Tensor:
+    def _widened(self, gradient: torch.Tensor) -> torch.Tensor:
         """The gradient in fp32, in memory of our own that serves every tile."""
-        numel = gradient.numel()
+        numel, device = gradient.numel(), gradient.device
         if self._scratch is None or self._scratch.numel() < numel or self._scratch.device != device:
             self._scratch = torch.empty(numel, dtype=torch.float32, device=device)
         return self._scratch[:numel].copy_(gradient)

@@ -17,6 +17,7 @@ from infinity.config import DEFAULT_BUFFERS, Config
 from infinity.hooks import is_managed
 from infinity.partition import FlatLayout
 from infinity.plan import (
+    TILE_NUMEL,
     ElementBytes,
     ModelSize,
     Plan,
@@ -34,6 +35,8 @@ from tiering.spec import Tier
 _STORED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NAMED: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _FP32: Final = Types(torch.float32, torch.float32, torch.float32)
+# On a GPU: what stays there, what passes from the host, and what comes from the drive.
+_TILE_NUMELS: Final = {"none": 2**24, "cpu": 2**22, "nvme": 2**21}
 _STATES, _GRADIENTS, _PARAMETERS = 1, 2, 3  # the stages from which on these are partitioned
 # What may differ from rank to rank.
 _OWN_SETTINGS: Final = ("nvme_path", "nvme_paths", "host_memory", "local_rank")
@@ -55,7 +58,7 @@ class Outline(NamedTuple):
     units_stay: bool
     """Whether parameters stay present between their uses."""
     whole_gradients: bool
-    """Whether a rank keeps whole gradients until the step."""
+    """Whether a rank keeps whole gradients until the step: only where they are made."""
     plan: Plan
 
 
@@ -75,7 +78,8 @@ def outline_of(model: nn.Module, config: Config, comm: Communicator) -> Outline:
     usual = _types(config, model, device, comm)
     types = [_FP32 if group.keeps_fp32 else usual for group in groups]
     early = _early(config, groups, layouts, comm)
-    whole_gradients = zero.stage < _GRADIENTS and comm.size > 1
+    here = device.type == "cpu" or zero.offload_optimizer.device == "none"
+    whole_gradients = zero.stage < _GRADIENTS and comm.size > 1 and here
     elements = [ElementBytes(t.storage.itemsize, t.gradient.itemsize) for t in types]
     sizes = [
         UnitSize(layout.shard_numel, g.trained, nbytes, is_early, whole_gradients * layout.numel)
@@ -89,6 +93,7 @@ def outline_of(model: nn.Module, config: Config, comm: Communicator) -> Outline:
         ModelSize(sizes, _active_bytes(scopes, shard_bytes), usual.storage.itemsize),
         Tiers(Tier(zero.offload_param.device), Tier(zero.offload_optimizer.device)),
         _wishes(config),
+        tile_numel=_tile_numel(config, device),
     )
     stay = zero.stage < _PARAMETERS
     return Outline(
@@ -207,6 +212,12 @@ def _early(
     return updated_early(
         [layout.shard_numel * g.trained for g, layout in zip(groups, layouts, strict=True)]
     )
+
+
+def _tile_numel(config: Config, device: torch.device) -> int:
+    """Most elements of a tile: a GPU's kernels and copies want more at once than a drive."""
+    home = config.zero_optimization.offload_optimizer.device
+    return TILE_NUMEL if device.type == "cpu" else _TILE_NUMELS[home]
 
 
 def _wishes(config: Config) -> Wishes:

@@ -15,7 +15,7 @@ from tiering.records import ALIGNMENT_BYTES, aligned_bytes
 from tiering.spec import Tier
 
 STATE_BYTES = 12  # master, exp_avg, exp_avg_sq of one element
-_TILE_NUMEL = 2**19  # a few tiles of 6 MiB keep a drive's queue full; larger ones only take room
+TILE_NUMEL = 2**19  # a few tiles of 6 MiB keep a drive's queue full; larger ones only take room
 _LEAST_TILE_NUMEL = 2**14
 _TILES = 6  # one is updated, some are read, some written; more and smaller ones cost more turns
 _SHARDS = 2  # beside those in use: one is read ahead, one published
@@ -94,6 +94,8 @@ def make_plan(
     model: ModelSize,
     tiers: Tiers,
     wishes: Wishes = _NO_WISHES,
+    *,
+    tile_numel: int = TILE_NUMEL,
 ) -> Plan:
     """Choose the arena size, the tile size and the gradients' home.
 
@@ -104,13 +106,14 @@ def make_plan(
         model: its units.
         tiers: from the config.
         wishes: from the config.
+        tile_numel: most elements of a tile.
 
     Raises:
         ConfigError: the budget is too small; shows the sum and the smallest budget that would do.
     """
     sizes, budget_bytes = _Sizes(model, tiers), wishes.budget_bytes
     gradient_home = Tier.DEVICE if tiers.tiles is Tier.DEVICE else Tier.HOST
-    most, least = _tile_bounds(model.units, wishes.sub_group_numel)
+    most, least = _tile_bounds(model.units, min(wishes.sub_group_numel or tile_numel, tile_numel))
     held = sizes.terms(most)
     if budget_bytes is None:
         held += sizes.wished(wishes, most)
@@ -184,10 +187,10 @@ def sum_of(terms: Sequence[tuple[str, int]]) -> str:
     return "".join(f"\n  {nbytes:>16,} bytes  {what}" for what, nbytes in terms)
 
 
-def _tile_bounds(units: Sequence[UnitSize], sub_group_numel: int | None) -> tuple[int, int]:
+def _tile_bounds(units: Sequence[UnitSize], most_numel: int) -> tuple[int, int]:
     """The most and the fewest elements a tile may have."""
     largest = max((u.shard_numel for u in units), default=0)
-    most = min(sub_group_numel or _TILE_NUMEL, _TILE_NUMEL, largest) // ALIGN_NUMEL * ALIGN_NUMEL
+    most = min(most_numel, largest) // ALIGN_NUMEL * ALIGN_NUMEL
     most = max(most, ALIGN_NUMEL)
     return most, min(most, _LEAST_TILE_NUMEL)
 

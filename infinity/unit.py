@@ -27,6 +27,7 @@ import enum
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -42,6 +43,9 @@ from tiering.spec import RecordSpec, TensorSpec
 from tiering.store import Lease
 from tiering.tiers.device import DeviceSlot, DeviceTier
 from tiering.trace import Access
+
+Update: TypeAlias = Callable[[], torch.Tensor | None]
+"""Makes a unit's new values; returns the new shard if it is on the device."""
 
 
 class UnitState(enum.Enum):
@@ -106,7 +110,8 @@ class Unit:
         self._versions: tuple[int, ...] = ()
         self._fingerprint: bytes | None = None
         self._is_changed = False
-        self._update: Callable[[], None] | None = None
+        self._update: Update | None = None
+        self._updated: torch.Tensor | None = None  # the new shard, if it is on the device
 
     # -- into the store
 
@@ -143,7 +148,7 @@ class Unit:
 
     # -- the update, which may come later than the step
 
-    def update_by(self, update: Callable[[], None], updated: Iterable[int]) -> None:
+    def update_by(self, update: Update, updated: Iterable[int]) -> None:
         """These parameters have new values from now on; `update` makes them, before their next use.
 
         The unit is released: what is present could still be looked at, and changed.
@@ -156,8 +161,13 @@ class Unit:
 
     def settle(self) -> None:
         """Make the new values, if that was put off. `update` may be called again if it failed."""
+        self._settle()
+        self._updated = None
+
+    def _settle(self) -> None:
+        """The same, and keep the new shard for who gathers it now."""
         if self._update is not None:
-            self._update()
+            self._updated = self._update()
             self._update = None
 
     # -- gather and release
@@ -167,7 +177,7 @@ class Unit:
         """Make the parameters present; nothing to do if they are."""
         if self.state is UnitState.PRESENT:
             return
-        self.settle()
+        self._settle()
         with torch.inference_mode(mode=False), self._phases.of("gather", self.names[0]):
             self.flat = self._gather_flat()
             for parameter, place in zip(self.parameters, self.layout.parameters, strict=True):
@@ -182,29 +192,39 @@ class Unit:
             whole, self._gathered = self._gathered, None
             assert whole is not None
             return self._computable(whole)
+        updated, self._updated = self._updated, None
+        if updated is not None:
+            return self._computable(updated)
         lease = self._pager.lease(self.records.shard.key, Access.READ)
         try:
-            flat = self._computable(self._device.upload(lease["shard"]))
+            shard, hop = self._device.upload(lease["shard"])
+            flat = self._computable(shard)
         except BaseException:
             lease.abandon()
             raise
         if flat is lease["shard"]:
             self._lease = lease  # the flat buffer is the slot itself
         else:
-            lease.release()
+            lease.release_behind(hop)
         return flat
 
     @torch.no_grad()
     def _take_part(self, wanted: bool) -> None:  # noqa: FBT001 - an agreement's part
         """Give the own shard to all ranks, and get theirs."""
-        self.settle()
-        with (
-            torch.inference_mode(mode=False),
-            self._pager.lease(self.records.shard.key, Access.READ) as lease,
-        ):
-            shard = self._device.upload(lease["shard"])
-            whole = self._comm.all_gather(shard, shard.new_empty(self.layout.numel))
+        self._settle()
+        with torch.inference_mode(mode=False):
+            shard, self._updated = self._updated, None
+            if shard is None:
+                lease = self._pager.lease(self.records.shard.key, Access.READ)
+                shard, hop = self._device.upload(lease["shard"])
+                whole = self._all_gather(shard)
+                lease.release_behind(hop)
+            else:
+                whole = self._all_gather(shard)
         self._gathered = whole if wanted else None
+
+    def _all_gather(self, shard: torch.Tensor) -> torch.Tensor:
+        return self._comm.all_gather(shard, shard.new_empty(self.layout.numel))
 
     def _computable(self, whole: torch.Tensor) -> torch.Tensor:
         """In the compute type."""

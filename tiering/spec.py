@@ -89,3 +89,19 @@ class RecordSpec:
     def nbytes(self) -> int:
         """Bytes of the payload, without padding."""
         return sum(t.nbytes for t in self.tensors)
+
+    @cached_property
+    def as_bytes(self) -> RecordSpec:
+        """The same payload as one tensor ``bytes``, uint8."""
+        return RecordSpec(self.key, (TensorSpec("bytes", torch.uint8, (self.nbytes,)),))
+
+    def views(self, payload: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The tensors, by name, as views of a payload.
+
+        Args:
+            payload: uint8, at least `nbytes`, on any device.
+        """
+        return {
+            t.name: payload[at : at + t.nbytes].view(t.dtype).view(t.shape)
+            for t, at in zip(self.tensors, self.offsets_bytes, strict=True)
+        }

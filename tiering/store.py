@@ -33,6 +33,7 @@ import math
 import time
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -46,7 +47,7 @@ from tiering.arena import Arena, Placement, Slot
 from tiering.errors import RecordError, TieringWarning, TransferError, TransferTimeoutError
 from tiering.records import aligned_bytes
 from tiering.spec import RecordSpec, Tier
-from tiering.tiers.device import DeviceSlot, DeviceTier
+from tiering.tiers.device import DeviceSlot, DeviceTier, Hop
 from tiering.tiers.nvme import NvmeTier
 from tiering.trace import Access, Holding, Use
 
@@ -127,6 +128,10 @@ class EvictionOrder(Protocol):
         ...
 
 
+def _nothing() -> None:
+    """What follows when nothing is asked for."""
+
+
 class Lease:
     """The right to use a record's tensors, until `release` or the end of a ``with`` block."""
 
@@ -136,6 +141,7 @@ class Lease:
         self._store = store
         self._entry = entry
         self._access = access
+        self._slot = slot
         self._tensors: dict[str, torch.Tensor] | None = slot.tensors(entry.spec)
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -149,6 +155,28 @@ class Lease:
         if self._tensors is not None:
             self._tensors = None
             self._store.commit(self._entry, self._access)
+
+    def release_behind(self, hop: Hop | None, then: Callable[[], None] = _nothing) -> None:
+        """End the use when a copy from or to the device has been made, without waiting for it.
+
+        Args:
+            hop: the copy; None: there is none, and the use ends now.
+            then: called when it has ended.
+        """
+        if hop is None:
+            self.release()
+            then()
+        else:
+            self._store.end_behind(self, hop, then)
+
+    @property
+    def key(self) -> str:
+        """Of the record."""
+        return self._entry.spec.key
+
+    def whole(self) -> torch.Tensor:
+        """All tensors of the record as one, uint8, of which `RecordSpec.views` makes them again."""
+        return self._slot.tensors(self._entry.spec.as_bytes)["bytes"]
 
     def abandon(self) -> None:
         """End the use after a failure: what was overwritten beside its old contents keeps them."""
@@ -201,6 +229,9 @@ class TieredStore:
         self._relieve: Callable[[], bool] = lambda: False
         self._refill: Callable[[], None] = lambda: None
         self._is_waiting = False
+        self._has_drive = False
+        self._behind: dict[Lease, tuple[Hop, Callable[[], None]]] = {}  # the oldest come first
+        self._are_behind: Counter[str] = Counter()  # of each record
 
     # -- set-up
 
@@ -222,6 +253,7 @@ class TieredStore:
             raise RecordError(f"record {spec.key!r} at home on {home.value} needs a drive, or none")
         if drive is not None:
             drive.create(spec)
+        self._has_drive |= home is Tier.NVME
         self._entries[spec.key] = Entry(spec, home, drive)
 
     def keep(self, key: str) -> None:
@@ -245,6 +277,7 @@ class TieredStore:
 
     def close(self) -> None:
         """Forget all records and free their memory. No transfer may be under way any more."""
+        self._behind.clear()
         for entry in self._entries.values():
             for slot in (entry.slot, entry.filling, entry.claim):
                 if slot is not None:
@@ -266,6 +299,7 @@ class TieredStore:
             TransferTimeoutError: a transfer did not end in time; names it.
         """
         entry = self._entry(key)
+        self._finish_hops(key)
         is_idle = entry.leases == 0 and entry.state is State.CLEAN
         if access is Access.OVERWRITE and is_idle and not entry.is_kept:
             self._evict(entry)
@@ -280,6 +314,24 @@ class TieredStore:
             raise
         entry.fetched_ahead = False
         return lease
+
+    def end_behind(self, lease: Lease, hop: Hop, then: Callable[[], None]) -> None:
+        """Release the lease when the copy has been made; called by `Lease.release_behind`."""
+        self._behind[lease] = hop, then
+        self._are_behind[lease.key] += 1
+
+    def _finish_hops(self, key: str) -> None:
+        """Wait for the copies from and to a record, and end their leases."""
+        if self._are_behind[key]:
+            for lease in [one for one in self._behind if one.key == key]:
+                self._finish_hop(lease)
+
+    def _finish_hop(self, lease: Lease) -> None:
+        hop, then = self._behind.pop(lease)
+        self._are_behind[lease.key] -= 1
+        hop.wait()
+        lease.release()
+        then()
 
     def commit(self, entry: Entry, access: Access) -> None:
         """The good end of a lease; called by `Lease.release`."""
@@ -353,6 +405,7 @@ class TieredStore:
     def discard(self, key: str) -> None:
         """Forget the contents: the record is EMPTY and its memory free."""
         entry = self._entry(key)
+        self._finish_hops(key)
         if entry.leases:
             raise RecordError(
                 f"record {key!r} is leased {entry.leases} times and can't be discarded"
@@ -366,6 +419,11 @@ class TieredStore:
 
     def poll(self) -> None:
         """Take in every hop that has ended. A failure is kept for whoever must know of it."""
+        while self._behind:
+            lease, (hop, _) = next(iter(self._behind.items()))
+            if not hop.is_done():
+                break  # those after it have begun later
+            self._finish_hop(lease)
         self._take_in(list(self._moving.values()))
 
     def _take_in(self, moving: Iterable[Entry]) -> None:
@@ -379,6 +437,8 @@ class TieredStore:
         Raises:
             TransferError: as `raise_failed_writes`.
         """
+        while self._behind:
+            self._finish_hop(next(iter(self._behind)))
         for entry in (*self._idle[State.DIRTY].values(), *self._kept.values()):
             if entry.state is State.DIRTY:
                 self._start_write(entry)
@@ -400,6 +460,11 @@ class TieredStore:
             raise error
 
     # -- what is where, for the planner and the curious
+
+    @property
+    def uses_drive(self) -> bool:
+        """Whether any record is at home on one."""
+        return self._has_drive
 
     def state(self, key: str) -> State:
         """Where the record's newest bytes are."""
@@ -679,6 +744,8 @@ class TieredStore:
             self._start_write(dirty)
         elif moving:
             self._settle_quietly(moving[0])
+        elif self._behind:
+            self._finish_hop(next(iter(self._behind)))
         else:
             return self._relieve() or self._give_up_kept()
         return True

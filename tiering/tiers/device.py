@@ -1,25 +1,34 @@
 """The device tier: memory next to the compute, and the two hops between it and the arena.
 
 On a GPU it is the GPU's memory and both hops are copies. On a CPU-only machine it is ordinary
-memory, and
-`upload` of a host tensor is the tensor itself: the same hop with no work.
+memory, and `upload` of a host tensor is the tensor itself: the same hop with no work.
 
 Memory is handed out as slots. A slot whose tensors are all gone is used again; one that a caller
 still holds a tensor of is left to that tensor, so nothing that was handed out is ever overwritten.
+
+Note: copies that are under way
+
+A GPU's copies run beside its compute, on a stream for each direction, and nobody waits for them
+here. On the device the order is kept by events: the compute waits for an upload, an offload for the
+compute. On the host it is kept by the `Hop` that a copy returns: the host memory may be used for
+something else when that is done, so a lease ends behind it (`Lease.release_behind`).
+
+What would break it: host memory that is given up, or written, while a hop still reads it.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 
 from tiering.spec import RecordSpec
 
+_AHEAD_BYTES: Final = 2**29
 _ALIGN_BYTES = 4096  # the arena's alignment, so that kernels see the same addresses on every tier
 
 
@@ -46,10 +55,7 @@ class DeviceSlot:
         """Views of the record's tensors over this slot, by name; they share one storage."""
         base = self._base if self._block is None else self._fresh_base(self._block)
         assert base is not None
-        return {
-            t.name: base[at : at + t.nbytes].view(t.dtype).view(t.shape)
-            for t, at in zip(spec.tensors, spec.offsets_bytes, strict=True)
-        }
+        return spec.views(base)
 
     def _fresh_base(self, block: _Block) -> torch.Tensor:
         if self.nbytes == 0:
@@ -74,16 +80,59 @@ class DeviceSlot:
             self._tier.recycle(block)
 
 
+class Hop:
+    """A copy between the host and a GPU that is under way."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def is_done(self) -> bool:
+        """Whether both ends are free."""
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        """Until it is done."""
+        self._event.synchronize()
+
+
 class DeviceTier:
     """Memory of one device.
 
     Args:
         device: where the model computes.
+        ahead_bytes: most that is on its way to the device before the caller has to wait; it bounds
+            the device memory of what is uploaded before it is used.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, ahead_bytes: int = _AHEAD_BYTES) -> None:
         self.device = device
         self._spare: defaultdict[int, list[_Block]] = defaultdict(list)
+        self._ahead_bytes = ahead_bytes
+        self._uploads: deque[tuple[Hop, int]] = deque()
+        self._registered: list[int] = []
+        self._up = self._down = None
+        if device.type == "cuda":
+            self._up, self._down = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Let copies reach this host memory directly; without it they go through a buffer.
+
+        Does nothing on a CPU, and where the driver refuses.
+        """
+        if self._up is None or not nbytes:
+            return
+        error = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
+        if int(error) == 0:
+            self._registered.append(address)
+
+    def unregister(self) -> None:
+        """Wait for all copies, and take back what was registered."""
+        if self._up is None or self._down is None:
+            return
+        self._up.synchronize()
+        self._down.synchronize()
+        while self._registered:
+            torch.cuda.cudart().cudaHostUnregister(self._registered.pop())
 
     def allocate(self, nbytes: int) -> DeviceSlot:
         """Room for ``nbytes``; used again from what was freed where that fits exactly."""
@@ -96,12 +145,55 @@ class DeviceTier:
         """Take back memory that nothing refers to any more."""
         self._spare[block.nbytes].append(block)
 
-    def upload(self, host: torch.Tensor) -> torch.Tensor:
-        """The tensor on the device: itself on a CPU, a copy on a GPU.
+    def upload(self, host: torch.Tensor) -> tuple[torch.Tensor, Hop | None]:
+        """Bring a tensor to the device.
 
-        The copy is complete for all later work on the current stream.
+        Args:
+            host: contiguous.
+
+        Returns:
+            The tensor on the device, complete for all later work on the current stream, and the
+            copy if there is one; what is there already is given back as it is.
         """
-        return host if self.device.type == "cpu" else host.to(self.device)
+        if self._up is None or host.device.type != "cpu":
+            return host, None
+        while sum(nbytes for _, nbytes in self._uploads) > self._ahead_bytes:
+            self._uploads.popleft()[0].wait()
+        current = torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(self._up):
+            here = torch.empty(host.shape, dtype=host.dtype, device=self.device)
+            here.copy_(host, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self._up)
+        current.wait_event(event)
+        here.record_stream(current)
+        hop = Hop(event)
+        self._uploads.append((hop, host.nbytes))
+        return here, hop
+
+    def offload(self, here: torch.Tensor, host: torch.Tensor) -> Hop | None:
+        """Copy what all work so far on the current stream makes of a tensor.
+
+        Args:
+            here: on the device.
+            host: of the same shape; in host memory, or on the device as well.
+
+        Returns:
+            The copy if it is under way; None if it is done, or ordered by the stream.
+        """
+        if self._down is None or host.device.type != "cpu":
+            if here.data_ptr() != host.data_ptr() or here.dtype != host.dtype:
+                host.copy_(here)
+            return None
+        here = here.to(host.dtype)
+        ready, event = torch.cuda.Event(), torch.cuda.Event()
+        ready.record(torch.cuda.current_stream(self.device))
+        self._down.wait_event(ready)
+        with torch.cuda.stream(self._down):
+            host.copy_(here, non_blocking=True)
+            event.record(self._down)
+        here.record_stream(self._down)
+        return Hop(event)
 
     def spare_bytes(self) -> int:
         """Bytes kept for use again."""
