@@ -21,7 +21,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterator
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -80,18 +80,28 @@ class DeviceSlot:
             self._tier.recycle(block)
 
 
-class Hop:
-    """A copy between the host and a GPU that is under way."""
+class Hop(Protocol):
+    """A copy between the host and a device that is under way."""
+
+    def is_done(self) -> bool:
+        """Whether both ends are free."""
+        ...
+
+    def wait(self) -> None:
+        """Until it is done."""
+        ...
+
+
+class _CudaHop:
+    """One that a stream reaches."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event
 
     def is_done(self) -> bool:
-        """Whether both ends are free."""
         return bool(self._event.query())
 
     def wait(self) -> None:
-        """Until it is done."""
         self._event.synchronize()
 
 
@@ -167,7 +177,7 @@ class DeviceTier:
             event.record(self._up)
         current.wait_event(event)
         here.record_stream(current)
-        hop = Hop(event)
+        hop = _CudaHop(event)
         self._uploads.append((hop, host.nbytes))
         return here, hop
 
@@ -193,7 +203,7 @@ class DeviceTier:
             host.copy_(here, non_blocking=True)
             event.record(self._down)
         here.record_stream(self._down)
-        return Hop(event)
+        return _CudaHop(event)
 
     def spare_bytes(self) -> int:
         """Bytes kept for use again."""
