@@ -208,14 +208,22 @@ def _build(  # noqa: PLR0913
         comm,
         agreement,
         device_tier,
-        on_device=device.type == "cpu" or plan.gradient_home is Tier.DEVICE,
         scale=lambda: loss_scale.value,
         is_early=not outline.whole_gradients,
         dtype=_COMMUNICATED[config.communication_data_type],
         predivisor=_predivisor(config, comm),
     )
+    homes = _homes(config, outline, drives)
     gradients = {
-        u: UnitGradients(u, pager, reduction, early=u in early) for u in units if u.records.tiles
+        unit: UnitGradients(
+            unit,
+            pager,
+            reduction,
+            early=unit in early,
+            on_device=device.type == "cpu" or home.gradients.tier is Tier.DEVICE,
+        )
+        for unit, home in zip(units, homes, strict=True)
+        if unit.records.tiles
     }
     adam = PagedAdam(
         *optimizer,
@@ -229,10 +237,7 @@ def _build(  # noqa: PLR0913
         phases=phases,
     )
     adam.register_step_pre_hook(lambda *_: schedule.release_all())  # whoever calls for the step
-    homes = _homes(config, plan, drives)
-    # Gradients of early units may pile up where backward takes another order: on the drive then.
-    spilling = homes._replace(gradients=homes.tiles)
-    records = [r for u in units for r in u.records.homes(spilling if u in early else homes)]
+    records = [r for u, home in zip(units, homes, strict=True) for r in u.records.homes(home)]
     _require_space(records)
     for spec, home in records:
         store.create(spec, home.tier, drive=home.drive)
@@ -394,18 +399,28 @@ def _key(paths: Iterable[str]) -> _DriveKey:
     return tuple(map(real_path, paths))
 
 
-def _homes(config: Config, plan: Plan, drives: dict[_DriveKey, Drive]) -> Homes:
-    zero = config.zero_optimization
+def _homes(config: Config, outline: Outline, drives: dict[_DriveKey, Drive]) -> list[Homes]:
+    """Of each unit's records."""
+    zero, plan = config.zero_optimization, outline.plan
 
     def home(device: str, section: OffloadParam | OffloadOptimizer) -> Home:
         drive = drives[_key(config.nvme_paths(section))].tier if device == "nvme" else None
         return Home(Tier(device), drive)
 
-    return Homes(
-        shards=home(zero.offload_param.device, zero.offload_param),
-        tiles=home(zero.offload_optimizer.device, zero.offload_optimizer),
-        gradients=home(plan.gradient_home.value, zero.offload_optimizer),
-    )
+    shards = home(zero.offload_param.device, zero.offload_param)
+    tiles = home(zero.offload_optimizer.device, zero.offload_optimizer)
+    gradients = home(plan.gradient_home.value, zero.offload_optimizer)
+    near = Home(Tier.DEVICE)
+    return [
+        Homes(
+            shards=near if here.shard else shards,
+            tiles=near if here.tiles else tiles,
+            # Gradients of early units may pile up where backward takes another order: on the drive
+            # then.
+            gradients=near if here.gradient else (tiles if early else gradients),
+        )
+        for here, early in zip(outline.here, outline.early, strict=True)
+    ]
 
 
 def _kept(

@@ -44,8 +44,6 @@ class Reduction(NamedTuple):
     agreement: Agreement
     device: DeviceTier
     """Where the sum is made."""
-    on_device: bool
-    """Whether the records are there as well."""
     is_early: bool = True
     """After each backward pass, to the own part; else at the step."""
     dtype: torch.dtype | None = None
@@ -54,11 +52,6 @@ class Reduction(NamedTuple):
     """By which gradients are too large."""
     predivisor: float = 1.0
     """Of gradients before the sum; what is left of the number of ranks divides it."""
-
-    @property
-    def in_record(self) -> bool:
-        """Whether gradients are collected in the record itself."""
-        return (self.comm.size == 1 or not self.is_early) and self.on_device
 
 
 class UnitGradients:
@@ -69,10 +62,17 @@ class UnitGradients:
         pager: leases the record.
         reduction: over the ranks.
         early: whether they are used under backward.
+        on_device: whether the record is where gradients are made.
     """
 
     def __init__(
-        self, unit: Unit, pager: Prefetcher, reduction: Reduction, *, early: bool = False
+        self,
+        unit: Unit,
+        pager: Prefetcher,
+        reduction: Reduction,
+        *,
+        early: bool = False,
+        on_device: bool = True,
     ) -> None:
         self.unit = unit
         self.early = early
@@ -85,6 +85,8 @@ class UnitGradients:
         self._seen: set[int] = set()  # in this backward pass
         self._pager = pager
         self._reduction = reduction
+        # Whether gradients are collected in the record itself.
+        self._in_record = on_device and (reduction.comm.size == 1 or not reduction.is_early)
         self._number = reduction.agreement.add(self._add_sum)
         self._lease: Lease | None = None
         self._whole: torch.Tensor | None = None
@@ -128,7 +130,7 @@ class UnitGradients:
         self._seen.clear()
         if self._whole is None:
             return
-        if not self._reduction.in_record:
+        if not self._in_record:
             self._reduction.agreement.perform(self._number)
             return
         self._fill_missing(self._whole)
@@ -142,7 +144,7 @@ class UnitGradients:
         Where that has been done already there is nothing left to do.
         """
         reduction = self._reduction
-        if reduction.comm.size == 1 or not reduction.in_record:
+        if reduction.comm.size == 1 or not self._in_record:
             return
         self.unit.settle()  # as in `_open`, where this rank may not have been
         fresh = self._is_fresh
@@ -201,7 +203,7 @@ class UnitGradients:
             for mine, theirs in self._parts(index):
                 out[mine].copy_(lease["gradient"][theirs])
         out.div_(self._reduction.scale())
-        if self._reduction.in_record:
+        if self._in_record:
             out.div_(self._reduction.comm.size)
         return index in self.arrived
 
@@ -245,7 +247,7 @@ class UnitGradients:
             return self._whole
         self.unit.settle()  # or this would overwrite what an update still needs
         records = self.unit.records
-        if self._reduction.in_record:
+        if self._in_record:
             self._lease = self._pager.lease(records.gradient.key, _access(self._is_fresh))
             self._is_fresh = False
             self._whole = self._lease["gradient"]

@@ -19,12 +19,14 @@ from infinity.partition import FlatLayout
 from infinity.plan import (
     TILE_NUMEL,
     ElementBytes,
+    Here,
     ModelSize,
     Plan,
     Tiers,
     UnitSize,
     Wishes,
     make_plan,
+    reside,
     updated_early,
 )
 from infinity.scopes import Group, Scope, find_scopes
@@ -43,7 +45,7 @@ _OWN_SETTINGS: Final = ("nvme_path", "nvme_paths", "host_memory", "local_rank")
 
 
 class Outline(NamedTuple):
-    """The division of a model. Groups, layouts, types and early belong together, one a unit."""
+    """The division of a model. Groups, layouts, types, early and here have one for each unit."""
 
     device: torch.device
     """Where it computes."""
@@ -53,6 +55,8 @@ class Outline(NamedTuple):
     types: Sequence[Types]
     early: Sequence[bool]
     """Whether a unit is updated under backward."""
+    here: Sequence[Here]
+    """What of a unit is on the device for good."""
     usual_types: Types
     """Of all that are not kept in fp32."""
     units_stay: bool
@@ -78,26 +82,29 @@ def outline_of(model: nn.Module, config: Config, comm: Communicator) -> Outline:
     usual = _types(config, model, device, comm)
     types = [_FP32 if group.keeps_fp32 else usual for group in groups]
     early = _early(config, groups, layouts, comm)
-    here = device.type == "cpu" or zero.offload_optimizer.device == "none"
-    whole_gradients = zero.stage < _GRADIENTS and comm.size > 1 and here
+    near = device.type == "cpu" or zero.offload_optimizer.device == "none"
+    whole_gradients = zero.stage < _GRADIENTS and comm.size > 1 and near
     elements = [ElementBytes(t.storage.itemsize, t.gradient.itemsize) for t in types]
     sizes = [
         UnitSize(layout.shard_numel, g.trained, nbytes, is_early, whole_gradients * layout.numel)
         for g, layout, nbytes, is_early in zip(groups, layouts, elements, early, strict=True)
     ]
+    tiers = Tiers(Tier(zero.offload_param.device), Tier(zero.offload_optimizer.device))
+    here = reside(sizes, tiers, device_bytes=or_none(tiering.device_memory) or 0)
+    sizes = [size._replace(here=stay) for size, stay in zip(sizes, here, strict=True)]
     shard_bytes = {
-        group: layout.shard_numel * nbytes.storage_bytes
-        for group, layout, nbytes in zip(groups, layouts, elements, strict=True)
+        group: 0 if size.here.shard else size.shard_numel * size.element_bytes.storage_bytes
+        for group, size in zip(groups, sizes, strict=True)
     }
     plan = make_plan(
         ModelSize(sizes, _active_bytes(scopes, shard_bytes), usual.storage.itemsize),
-        Tiers(Tier(zero.offload_param.device), Tier(zero.offload_optimizer.device)),
+        tiers,
         _wishes(config),
         tile_numel=_tile_numel(config, device),
     )
     stay = zero.stage < _PARAMETERS
     return Outline(
-        device, scopes, groups, layouts, types, early, usual, stay, whole_gradients, plan
+        device, scopes, groups, layouts, types, early, here, usual, stay, whole_gradients, plan
     )
 
 

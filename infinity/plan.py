@@ -6,8 +6,9 @@ that shows why.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from infinity.partition import ALIGN_NUMEL, Extent, tiles
 from tiering.errors import ConfigError
@@ -29,6 +30,17 @@ class ElementBytes(NamedTuple):
     gradient_bytes: int
 
 
+class Here(NamedTuple):
+    """Which of a unit's records are on the device for good, wherever their home would be."""
+
+    gradient: bool = False
+    shard: bool = False
+    tiles: bool = False
+
+
+_NOTHING_HERE: Final = Here()
+
+
 class UnitSize(NamedTuple):
     """What the plan must know of a unit on one rank."""
 
@@ -39,6 +51,18 @@ class UnitSize(NamedTuple):
     """Updated under backward: its gradients need not wait for the step."""
     whole_gradient_numel: int = 0
     """Where a rank keeps whole gradients until the step, of all the unit."""
+    here: Here = _NOTHING_HERE
+
+    @property
+    def shard_bytes(self) -> int:
+        """Of the weights."""
+        return aligned_bytes(self.shard_numel * self.element_bytes.storage_bytes)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of the gradient record."""
+        numel = self.whole_gradient_numel or self.shard_numel
+        return aligned_bytes(numel * self.element_bytes.gradient_bytes)
 
 
 class ModelSize(NamedTuple):
@@ -158,6 +182,33 @@ def updated_early(trained_numel: Sequence[int]) -> list[bool]:
     return chosen[::-1]
 
 
+def reside(units: Sequence[UnitSize], tiers: Tiers, *, device_bytes: int) -> list[Here]:
+    """Choose what is on the device for good: gradients first, then weights, then states.
+
+    A byte of each saves as much on the way to the host and to the drive. A gradient also leaves its
+    room in the host to something else, and a weight is not waited for.
+
+    Args:
+        units: of the model.
+        tiers: from the config; what is at home on the device is counted there already.
+        device_bytes: for all that stays.
+    """
+    left_bytes = device_bytes
+    chosen = []
+    for are_away, sizes_bytes in (
+        (tiers.tiles is not Tier.DEVICE, [u.trained * u.gradient_bytes for u in units]),
+        (tiers.shards is not Tier.DEVICE, [u.shard_bytes for u in units]),
+        (tiers.tiles is not Tier.DEVICE, [u.trained * u.shard_numel * STATE_BYTES for u in units]),
+    ):
+        stay = stays(sizes_bytes, room_bytes=left_bytes if are_away else 0)
+        stay = [
+            stays_here and nbytes > 0 for stays_here, nbytes in zip(stay, sizes_bytes, strict=True)
+        ]
+        left_bytes -= sum(itertools.compress(sizes_bytes, stay))
+        chosen.append(stay)
+    return list(itertools.starmap(Here, zip(*chosen, strict=True)))
+
+
 def stays(sizes_bytes: Sequence[int], *, room_bytes: int) -> list[bool]:
     """Choose which records of one kind stay in the arena for good.
 
@@ -256,7 +307,7 @@ class _Sizes:
         return sum(self._shard_bytes(u) for u in self._model.units)
 
     def _tile_count(self, tile_numel: int) -> int:
-        return sum(-(-u.shard_numel // tile_numel) for u in self._trained())
+        return sum(-(-u.shard_numel // tile_numel) for u in self._paged())
 
     def _kept_shards(self, home: Tier) -> list[_Term]:
         """Weights at home in the arena; one shard more, since new ones are written beside them."""
@@ -271,8 +322,7 @@ class _Sizes:
             return []
         extents = (
             extent
-            for unit in self._model.units
-            if unit.trained
+            for unit in self._paged()
             for extent in tiles(Extent(0, unit.shard_numel), tile_numel=tile_numel)
         )
         state = sum(aligned_bytes(extent.numel * STATE_BYTES) for extent in extents)
@@ -306,7 +356,7 @@ class _Sizes:
             largest = max((self._shard_bytes(u) for u in self._model.units), default=0)
             terms.append(("weights in use at once", aligned_bytes(active)))
             terms.append((f"{_SHARDS} of the largest shard", _SHARDS * largest))
-        if tiers.tiles is Tier.NVME:
+        if tiers.tiles is Tier.NVME and self._paged():
             tile = aligned_bytes(tile_numel * STATE_BYTES)
             terms.append((f"{_TILES} tiles of {tile_numel} elements", _TILES * tile))
         return terms
@@ -314,12 +364,17 @@ class _Sizes:
     def _trained(self) -> Iterator[UnitSize]:
         return (unit for unit in self._model.units if unit.trained)
 
-    def _shard_bytes(self, unit: UnitSize) -> int:
-        return aligned_bytes(unit.shard_numel * unit.element_bytes.storage_bytes)
+    def _paged(self) -> list[UnitSize]:
+        """Those whose states are not on the device for good."""
+        return [u for u in self._trained() if not u.here.tiles]
 
-    def _gradient_bytes(self, unit: UnitSize) -> int:
-        numel = unit.whole_gradient_numel or unit.shard_numel
-        return aligned_bytes(numel * unit.element_bytes.gradient_bytes)
+    @staticmethod
+    def _shard_bytes(unit: UnitSize) -> int:
+        return 0 if unit.here.shard else unit.shard_bytes
+
+    @staticmethod
+    def _gradient_bytes(unit: UnitSize) -> int:
+        return 0 if unit.here.gradient else unit.gradient_bytes
 
 
 def _total(terms: Sequence[_Term]) -> int:

@@ -17,6 +17,11 @@ class Tiering(Section):
     """Bytes of the one host arena, or text such as "8GiB". auto: gradients and working buffers for
     NVMe, everything for cpu.
     """
+    device_memory: Bytes | Auto = "auto"
+    """Bytes of the device, or text such as "4GiB", for what would be offloaded and stays there all
+    the same: gradients first, then weights, then optimizer states. Beside them it holds the weights
+    in use, up to 512 MiB on their way, and what the model takes. auto: nothing stays.
+    """
     compute_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Type the model computes in. auto: the storage type where the device has fast matrix units for
     it, else fp32.

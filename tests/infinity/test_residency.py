@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import infinity
-from tests.infinity.conftest import config_for
+from tests.infinity.conftest import assert_equal, config_for
 from tiering.aio import FaultRule, Faults
 from tiering.aio.config import FaultAction
 
@@ -84,3 +84,35 @@ def test_reads_of_a_slow_drive_are_begun_before_their_use(tmp_path: Path) -> Non
     misses = after.prefetch_misses - before.prefetch_misses
     assert hits >= 0.95 * (hits + misses)
     assert after.prefetch_wasted == before.prefetch_wasted
+
+
+def test_what_device_memory_holds_is_not_moved_and_changes_no_number(tmp_path: Path) -> None:
+    """Gradients, then weights, then states; a budget for all of them leaves the drive idle."""
+    numel = LAYERS * WIDTH * WIDTH
+    found = []
+    for bytes_a_parameter in (0, 4, 6, 8, 14, 21):
+        config = config_for(tmp_path, gradient_clipping=1.0)
+        if bytes_a_parameter:
+            config["tiering"] = {"device_memory": bytes_a_parameter * numel}
+        engine, *_ = infinity.initialize(model=layers(), config=config)
+        with engine:
+            for step in range(5):
+                if step == 3:
+                    before = engine.stats()
+                engine.backward(engine(torch.ones(2, WIDTH)).square().mean())
+                engine.step()
+            weights = engine.module.state_dict()
+            after = engine.stats()
+        moved = after.nvme_read_bytes + after.nvme_written_bytes
+        moved -= before.nvme_read_bytes + before.nvme_written_bytes
+        found.append((moved, after.arena_budget_bytes, weights))
+    moved_bytes = [moved for moved, _, _ in found]
+    # Gradients free room in the host, which is no budget here: about the same is moved.
+    assert moved_bytes[1] == pytest.approx(moved_bytes[0], rel=0.1)
+    assert moved_bytes[1:] == sorted(moved_bytes[1:], reverse=True)
+    assert moved_bytes[-1] == 0
+    arenas = [arena for _, arena, _ in found]
+    assert arenas[1] < arenas[0] - 3 * numel  # gradients of fp32
+    assert arenas[-1] < 2**16
+    for _, _, weights in found:
+        assert_equal(weights, found[0][2])
