@@ -27,9 +27,14 @@ class Place(enum.IntEnum):
 
     STEP = -1
     CLOSE = -2
+    ZERO_GRAD = -3
 
 
-_CALLS: Final = {Place.STEP: "engine.step()", Place.CLOSE: "engine.close()"}
+_CALLS: Final = {
+    Place.STEP: "engine.step()",
+    Place.CLOSE: "engine.close()",
+    Place.ZERO_GRAD: "engine.zero_grad()",
+}
 
 Part = Callable[[bool], None]
 

@@ -214,7 +214,7 @@ class InfinityEngine:
         self._count_backward()
         is_scaled, self._is_scaled = self._is_scaled, False
         if self.optimizer.loss_scale != 1.0 and not is_scaled:
-            self.optimizer.zero_grad()
+            self.optimizer.forget()
             raise RuntimeError(
                 "loss.backward() without the loss scale that fp16 needs; call "
                 "engine.backward(loss), or engine.scale(loss).backward()"
@@ -318,7 +318,7 @@ class InfinityEngine:
         return self.optimizer.skipped_steps
 
     def zero_grad(self) -> None:
-        """Forget the gradients that have come since the last step."""
+        """Forget the gradients that have come since the last step, all ranks together."""
         with self._in_use():
             self._parts.schedule.reset()
             self._parts.schedule.backward_ran = False

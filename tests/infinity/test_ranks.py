@@ -285,6 +285,47 @@ def test_the_hops_gather_in_order_and_sum(on_ranks: RankPool) -> None:
     on_ranks(2, hops, None)
 
 
+def forget_first(config: Config) -> Weights:
+    """Of two micro-batches the first is forgotten; who used fewer experts gets there sooner."""
+    rank = Communicator().rank
+    engine, *_ = infinity.initialize(model=Experts(4), config=config)
+    with engine:
+        for step in range(len(CHOICES)):
+            engine.backward(expert_loss(engine, rank, (step + 1) % len(CHOICES)))
+            engine.zero_grad()
+            engine.backward(expert_loss(engine, rank, step))
+            engine.step()
+        return engine.module.state_dict()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_forgotten_gradients_are_forgotten_on_all_ranks(
+    stage: int, on_ranks: RankPool, tmp_path: Path
+) -> None:
+    """Also those that a rank still sums when another has come to zero_grad already."""
+    home = "nvme" if stage == 3 else "none"
+    config = config_for(tmp_path, param=home, optimizer=home, zero_optimization={"stage": stage})
+    expected = on_ranks(2, train_experts, config)[0]
+    for weights in on_ranks(2, forget_first, config):
+        assert_equal(weights, expected)
+
+
+def forget_alone(config: Config) -> str:
+    rank = Communicator().rank
+    engine, *_ = infinity.initialize(model=base_model(), config=config)
+    engine.backward(base_loss(engine, samples(0)))
+    with pytest.raises(RankError) as caught:
+        (engine.step, engine.zero_grad)[rank]()
+    engine.abandon()
+    return str(caught.value)
+
+
+def test_one_rank_cannot_forget_what_is_of_all(on_ranks: RankPool, tmp_path: Path) -> None:
+    """Its part of the sums would be gone, and the others' not."""
+    for text in on_ranks(2, forget_alone, config_for(tmp_path)):
+        assert "0: engine.step(), 1: engine.zero_grad()" in text
+
+
 def test_one_rank_copies_nothing() -> None:
     """The shard is the whole."""
     comm, shard = Communicator(), torch.arange(16.0)
