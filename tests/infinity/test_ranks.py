@@ -262,6 +262,31 @@ def train_from_other_seeds(config: Config) -> Weights:
         return engine.module.state_dict()
 
 
+def buffered(config: Config) -> Weights:
+    """Buffers of other values on each rank, of many types and layouts."""
+    rank = Communicator().rank
+    model = nn.Linear(3, 2)
+    model.register_buffer("scalar", torch.tensor(rank))
+    model.register_buffer("flags", torch.tensor([rank == 0, True]))
+    model.register_buffer("narrow", torch.full((3,), rank, dtype=torch.bfloat16))
+    model.register_buffer("turned", (torch.arange(6.0).view(2, 3) + rank).t())
+    model.register_buffer("expanded", torch.full((2, 1), rank).expand(2, 4))
+    model.register_buffer("one", torch.tensor(float(rank)).expand(3, 3))
+    model.register_buffer("empty", torch.zeros(0, 3))
+    engine, *_ = infinity.initialize(model=model, config=config)
+    with engine:
+        return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def test_all_ranks_start_from_the_buffers_of_the_first(on_ranks: RankPool, tmp_path: Path) -> None:
+    """Also from those whose elements share memory."""
+    first, second = on_ranks(2, buffered, config_for(tmp_path))
+    assert_equal(first, second)
+    assert torch.equal(first["turned"], torch.arange(6.0).view(2, 3).t())
+    assert not first["expanded"].any()
+    assert not first["one"].any()
+
+
 def test_all_ranks_start_from_the_values_of_the_first(on_ranks: RankPool, tmp_path: Path) -> None:
     """Whatever they were built with."""
     for weights in on_ranks(2, train_from_other_seeds, config_for(tmp_path)):
