@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
 from infinity.comm import Communicator
@@ -83,6 +84,8 @@ class Agreement:
                 return
             if all(number < 0 for number in wanted):
                 where = ", ".join(f"{r}: {_CALLS[Place(n)]}" for r, n in enumerate(wanted))
+                with suppress(RuntimeError):
+                    where += f"; {reason}" if (reason := self._comm.reason()) else ""
                 raise RankError(f"the ranks are in different calls ({where}); all must make them")
 
     def _turn(self, mine: int) -> list[int]:

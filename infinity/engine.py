@@ -491,6 +491,7 @@ class InfinityEngine:
         if not self._lock.acquire(blocking=False):
             raise RuntimeError("another thread is using the engine; let one do so at a time")
         try:
+            self._parts.comm.withdraw_reason()
             yield
         except BaseException as error:
             self._parts.comm.leave_reason(error)

@@ -255,6 +255,40 @@ def test_ranks_in_different_calls_are_told_which(on_ranks: RankPool, tmp_path: P
     assert any("0: engine.step(), 1: engine.close()" in text for text in texts)
 
 
+def fail_then_end(kind: str, config: Config) -> str:
+    """Rank 1 fails in a forward, and closes or goes on, to leave later; what rank 0 hears."""
+    rank = Communicator().rank
+    engine, *_ = infinity.initialize(model=base_model(), config=config)
+    if rank == 1:
+        with pytest.raises(IndexError):
+            engine(torch.tensor([[10**6]]))
+        if kind == "goes on":
+            engine.backward(base_loss(engine, samples(0)))
+            engine.step()
+            engine.abandon()
+        engine.close()
+        return ""
+    text = ""
+    try:
+        for step in range(2):
+            engine.backward(base_loss(engine, samples(step)))
+            engine.step()
+    except RankError as error:
+        text = str(error)
+    engine.abandon()
+    return text
+
+
+@pytest.mark.parametrize("kind", ["closes", "goes on"])
+def test_a_reason_is_told_unless_its_rank_went_on(
+    kind: str, on_ranks: RankPool, tmp_path: Path
+) -> None:
+    """Who caught an error and trained on ends later of something else."""
+    text = on_ranks(2, fail_then_end, kind, config_for(tmp_path))[0]
+    assert text
+    assert ("rank 1 failed: IndexError" in text) == (kind == "closes")
+
+
 def train_from_other_seeds(config: Config) -> Weights:
     rank = Communicator().rank
     engine, *_ = infinity.initialize(model=base_model(seed=rank), config=config)
