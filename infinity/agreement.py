@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
 from infinity.comm import Communicator
@@ -28,12 +29,14 @@ class Place(enum.IntEnum):
     STEP = -1
     CLOSE = -2
     STATE = -3
+    ZERO_GRAD = -4
 
 
 _CALLS: Final = {
     Place.STEP: "engine.step()",
     Place.CLOSE: "engine.close()",
     Place.STATE: "engine.get_state() or set_state()",
+    Place.ZERO_GRAD: "engine.zero_grad()",
 }
 
 Part = Callable[[bool], None]
@@ -83,6 +86,8 @@ class Agreement:
                 return
             if all(number < 0 for number in wanted):
                 where = ", ".join(f"{r}: {_CALLS[Place(n)]}" for r, n in enumerate(wanted))
+                with suppress(RuntimeError):
+                    where += f"; {reason}" if (reason := self._comm.reason()) else ""
                 raise RankError(f"the ranks are in different calls ({where}); all must make them")
 
     def _turn(self, mine: int) -> list[int]:

@@ -132,11 +132,12 @@ def assemble(  # noqa: PLR0913
     """
     with comm.agree():
         outline = outline_of(model, config, comm)
-    comm.agree_on(described(config, outline))
+    comm.agree_on(described(model, config, outline))
     comm.open(outline.device, timeout_s=config.tiering.collective_timeout_s)
     closing.callback(comm.close)
     with comm.agree():
         parts = _build(model, config, optimizer, outline, closing, comm=comm, faults=faults)
+    comm.agree_on(_trained(parts))
     if comm.size > 1:
         for tensor in (*model.parameters(), *model.buffers()):
             _equalize(tensor, outline.device, comm)
@@ -276,6 +277,21 @@ def _build(  # noqa: PLR0913
     )
 
 
+def _trained(parts: Parts) -> list[str]:
+    """What the optimizer does to each parameter, line by line."""
+    settings = {
+        parameter: ", ".join(f"{key} {group[key]}" for key in parts.optimizer.defaults)
+        for group in parts.optimizer.param_groups
+        for parameter in group["params"]
+    }
+    return [
+        f"parameter {name!r}, "
+        + (f"trained with {settings[p]}" if p in settings else "not trained")
+        for unit in parts.units
+        for name, p in zip(unit.names, unit.parameters, strict=True)
+    ]
+
+
 def _store_values(parts: Parts) -> None:
     """Copy the parameters' values into the records; what stays first, so that it lies together."""
     rest = {s.key for u in parts.units for s in (u.records.shard, *u.records.tiles)} - parts.kept
@@ -306,9 +322,12 @@ def _equalize(tensor: torch.Tensor, device: torch.device, comm: Communicator) ->
     """Give every rank rank 0's values, as bytes, so that any type will do."""
     if not tensor.numel():
         return
-    flat = tensor.detach().reshape(-1).to(device, copy=True)
+    # An expanded tensor has each of its elements once.
+    once = tensor.detach()[tuple(slice(0, 1 if s == 0 else None) for s in tensor.stride())]
+    flat = torch.empty(once.numel(), dtype=once.dtype, device=device)
+    whole = flat.view(once.shape).copy_(once)
     comm.broadcast(flat.view(torch.uint8))
-    tensor.detach().copy_(flat.view(tensor.shape))
+    once.copy_(whole)
 
 
 def _predivisor(config: Config, comm: Communicator) -> float:

@@ -64,6 +64,7 @@ class Communicator:
         self._data: Any = None
         self._timeout_s = 0.0
         self._reasons: Any = None
+        self._has_left_reason = False
 
     def open(self, device: torch.device, *, timeout_s: float) -> None:
         """Make groups of one's own, so that no collective of the user's gets in between.
@@ -153,6 +154,26 @@ class Communicator:
         if self._reasons is not None:
             with contextlib.suppress(Exception):  # the others may be gone as well
                 self._reasons.set(f"failed/{self.rank}", " ".join(_said(error)))
+                self._has_left_reason = True
+
+    def withdraw_reason(self) -> None:
+        """This rank goes on: what failed was caught."""
+        if self._has_left_reason:
+            self._has_left_reason = False
+            with contextlib.suppress(Exception):  # as above
+                self._reasons.delete_key(f"failed/{self.rank}")
+
+    def reason(self) -> str:
+        """What another rank has failed of, if it has said so; else empty.
+
+        Raises:
+            RuntimeError: whoever keeps the reasons has gone.
+        """
+        for rank in range(self.size):
+            key = f"failed/{rank}"
+            if rank != self.rank and self._reasons is not None and self._reasons.check([key]):
+                return f"rank {rank} failed: {self._reasons.get(key).decode()}"
+        return ""
 
     @contextlib.contextmanager
     def _explaining(self, what: str) -> Iterator[None]:
@@ -168,10 +189,8 @@ class Communicator:
             return str(error)
         try:
             self._reasons.set(f"waiting/{self.rank}", "")
-            told = [r for r in others if self._reasons.check([f"failed/{r}"])]
-            if told:
-                reason = self._reasons.get(f"failed/{told[0]}").decode()
-                return f"rank {told[0]} failed: {reason}"
+            if reason := self.reason():
+                return reason
             silent = [r for r in others if not self._is_waiting(r)]
         except (RuntimeError, ValueError):
             return f"other ranks have gone ({error})"

@@ -224,7 +224,7 @@ class InfinityEngine:
         self._count_backward()
         is_scaled, self._is_scaled = self._is_scaled, False
         if self.optimizer.loss_scale != 1.0 and not is_scaled:
-            self.optimizer.zero_grad()
+            self.optimizer.forget()
             raise RuntimeError(
                 "loss.backward() without the loss scale that fp16 needs; call "
                 "engine.backward(loss), or engine.scale(loss).backward()"
@@ -328,7 +328,7 @@ class InfinityEngine:
         return self.optimizer.skipped_steps
 
     def zero_grad(self) -> None:
-        """Forget the gradients that have come since the last step."""
+        """Forget the gradients that have come since the last step, all ranks together."""
         with self._in_use():
             self._parts.schedule.reset()
             self._parts.schedule.backward_ran = False
@@ -511,6 +511,7 @@ class InfinityEngine:
         if not self._lock.acquire(blocking=False):
             raise RuntimeError("another thread is using the engine; let one do so at a time")
         try:
+            self._parts.comm.withdraw_reason()
             yield
         except BaseException as error:
             self._parts.comm.leave_reason(error)

@@ -283,10 +283,11 @@ class PagedAdam(torch.optim.Optimizer):
         return bool(self._made_early) or any(g.arrived for g in self._gradients)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
-        """Forget the gradients of this cycle.
+        """Forget the gradients of this cycle, all ranks together: what was summed is of all.
 
         Raises:
             RuntimeError: some of them were used already, under backward.
+            RankError: another rank failed, or is in another call.
         """
         del set_to_none
         if self._made_early:
@@ -294,6 +295,11 @@ class PagedAdam(torch.optim.Optimizer):
                 "a part of the model was updated under backward, so these gradients can't be "
                 "forgotten; call step(), or set tiering.update_in_backward to false"
             )
+        self._agreement.meet(Place.ZERO_GRAD)
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget this rank's gradients only; the others' would no longer belong to them."""
         for gradients in self._gradients:
             gradients.discard()
 
@@ -359,8 +365,7 @@ class PagedAdam(torch.optim.Optimizer):
     def _skip(self, active: Sequence[UnitGradients]) -> None:
         """Forget the gradients, and leave weights and states as they are."""
         where = self._first_nonfinite(active)
-        for gradients in self._gradients:
-            gradients.discard()
+        self.forget()
         if self._rules.nonfinite == "raise":
             raise LossScaleError(
                 f"the gradient of {where} is not finite (tiering.nonfinite_gradients is raise); "

@@ -108,7 +108,7 @@ def outline_of(model: nn.Module, config: Config, comm: Communicator) -> Outline:
     )
 
 
-def described(config: Config, outline: Outline) -> list[str]:
+def described(model: nn.Module, config: Config, outline: Outline) -> list[str]:
     """What must be the same on all ranks, line by line."""
     parameters = [
         f"parameter {name!r} of shape {tuple(p.shape)}, {p.dtype}, "
@@ -120,7 +120,12 @@ def described(config: Config, outline: Outline) -> list[str]:
         f"a unit of {layout.numel} elements in {types.storage}, computed in {types.compute}"
         for layout, types in zip(outline.layouts, outline.types, strict=True)
     ]
-    return [f"torch {torch.__version__}", *parameters, *units, *_settings(config.model_dump(), "")]
+    buffers = [
+        f"buffer {name!r} of shape {tuple(buffer.shape)}, {buffer.dtype}"
+        for name, buffer in model.named_buffers()
+    ]
+    settings = _settings(config.model_dump(), "")
+    return [f"torch {torch.__version__}", *parameters, *buffers, *units, *settings]
 
 
 def _settings(section: Mapping[str, object], prefix: str) -> Iterator[str]:

@@ -255,11 +255,70 @@ def test_ranks_in_different_calls_are_told_which(on_ranks: RankPool, tmp_path: P
     assert any("0: engine.step(), 1: engine.close()" in text for text in texts)
 
 
+def fail_then_end(kind: str, config: Config) -> str:
+    """Rank 1 fails in a forward, and closes or goes on, to leave later; what rank 0 hears."""
+    rank = Communicator().rank
+    engine, *_ = infinity.initialize(model=base_model(), config=config)
+    if rank == 1:
+        with pytest.raises(IndexError):
+            engine(torch.tensor([[10**6]]))
+        if kind == "goes on":
+            engine.backward(base_loss(engine, samples(0)))
+            engine.step()
+            engine.abandon()
+        engine.close()
+        return ""
+    text = ""
+    try:
+        for step in range(2):
+            engine.backward(base_loss(engine, samples(step)))
+            engine.step()
+    except RankError as error:
+        text = str(error)
+    engine.abandon()
+    return text
+
+
+@pytest.mark.parametrize("kind", ["closes", "goes on"])
+def test_a_reason_is_told_unless_its_rank_went_on(
+    kind: str, on_ranks: RankPool, tmp_path: Path
+) -> None:
+    """Who caught an error and trained on ends later of something else."""
+    text = on_ranks(2, fail_then_end, kind, config_for(tmp_path))[0]
+    assert text
+    assert ("rank 1 failed: IndexError" in text) == (kind == "closes")
+
+
 def train_from_other_seeds(config: Config) -> Weights:
     rank = Communicator().rank
     engine, *_ = infinity.initialize(model=base_model(seed=rank), config=config)
     with engine:
         return engine.module.state_dict()
+
+
+def buffered(config: Config) -> Weights:
+    """Buffers of other values on each rank, of many types and layouts."""
+    rank = Communicator().rank
+    model = nn.Linear(3, 2)
+    model.register_buffer("scalar", torch.tensor(rank))
+    model.register_buffer("flags", torch.tensor([rank == 0, True]))
+    model.register_buffer("narrow", torch.full((3,), rank, dtype=torch.bfloat16))
+    model.register_buffer("turned", (torch.arange(6.0).view(2, 3) + rank).t())
+    model.register_buffer("expanded", torch.full((2, 1), rank).expand(2, 4))
+    model.register_buffer("one", torch.tensor(float(rank)).expand(3, 3))
+    model.register_buffer("empty", torch.zeros(0, 3))
+    engine, *_ = infinity.initialize(model=model, config=config)
+    with engine:
+        return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def test_all_ranks_start_from_the_buffers_of_the_first(on_ranks: RankPool, tmp_path: Path) -> None:
+    """Also from those whose elements share memory."""
+    first, second = on_ranks(2, buffered, config_for(tmp_path))
+    assert_equal(first, second)
+    assert torch.equal(first["turned"], torch.arange(6.0).view(2, 3).t())
+    assert not first["expanded"].any()
+    assert not first["one"].any()
 
 
 def test_all_ranks_start_from_the_values_of_the_first(on_ranks: RankPool, tmp_path: Path) -> None:
@@ -283,6 +342,47 @@ def hops(_: Any) -> None:
 def test_the_hops_gather_in_order_and_sum(on_ranks: RankPool) -> None:
     """Over gloo."""
     on_ranks(2, hops, None)
+
+
+def forget_first(config: Config) -> Weights:
+    """Of two micro-batches the first is forgotten; who used fewer experts gets there sooner."""
+    rank = Communicator().rank
+    engine, *_ = infinity.initialize(model=Experts(4), config=config)
+    with engine:
+        for step in range(len(CHOICES)):
+            engine.backward(expert_loss(engine, rank, (step + 1) % len(CHOICES)))
+            engine.zero_grad()
+            engine.backward(expert_loss(engine, rank, step))
+            engine.step()
+        return engine.module.state_dict()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_forgotten_gradients_are_forgotten_on_all_ranks(
+    stage: int, on_ranks: RankPool, tmp_path: Path
+) -> None:
+    """Also those that a rank still sums when another has come to zero_grad already."""
+    home = "nvme" if stage == 3 else "none"
+    config = config_for(tmp_path, param=home, optimizer=home, zero_optimization={"stage": stage})
+    expected = on_ranks(2, train_experts, config)[0]
+    for weights in on_ranks(2, forget_first, config):
+        assert_equal(weights, expected)
+
+
+def forget_alone(config: Config) -> str:
+    rank = Communicator().rank
+    engine, *_ = infinity.initialize(model=base_model(), config=config)
+    engine.backward(base_loss(engine, samples(0)))
+    with pytest.raises(RankError) as caught:
+        (engine.step, engine.zero_grad)[rank]()
+    engine.abandon()
+    return str(caught.value)
+
+
+def test_one_rank_cannot_forget_what_is_of_all(on_ranks: RankPool, tmp_path: Path) -> None:
+    """Its part of the sums would be gone, and the others' not."""
+    for text in on_ranks(2, forget_alone, config_for(tmp_path)):
+        assert "0: engine.step(), 1: engine.zero_grad()" in text
 
 
 def test_one_rank_copies_nothing() -> None:
