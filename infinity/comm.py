@@ -5,9 +5,11 @@ collective comes next is agreed on elsewhere (`agreement`).
 
 Note: a rank that fails
 
-The others wait in a collective. If its process has ended they are told so at once, else after
+The others wait in a collective. If its process has ended they learn of it at once, else after
 `open`'s timeout; in both cases they raise `RankError`, with the reason if the rank left one
-(`leave_reason`), or with the ranks that did not come.
+(`leave_reason`), or with the ranks that did not come. Ranks that wait for each other in collectives
+of their own making (a user's barrier, the engines of one process in another order) are only found
+out by the timeout.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from tiering.errors import ConfigError, RankError
 _ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
-_REASON_S: Final = 5.0  # how long a failed collective asks for the reason
+_LATE_S: Final = 5.0  # by which ranks' timeouts differ, at most
+_GONE_S: Final = 0.5  # by which they notice that a process has ended
 
 
 def init_distributed(backend: str | None = None, *, timeout_s: float | None = None) -> None:
@@ -191,7 +194,8 @@ class Communicator:
             self._reasons.set(f"waiting/{self.rank}", "")
             if reason := self.reason():
                 return reason
-            silent = [r for r in others if not self._is_waiting(r)]
+            patience_s = _LATE_S if "imed out" in str(error) else _GONE_S
+            silent = [r for r in others if not self._is_waiting(r, patience_s)]
         except (RuntimeError, ValueError):
             return f"other ranks have gone ({error})"
         names = ", ".join(map(str, silent))
@@ -200,9 +204,9 @@ class Communicator:
             f"(tiering.collective_timeout_s), or has gone ({error})"
         )
 
-    def _is_waiting(self, rank: int) -> bool:
+    def _is_waiting(self, rank: int, patience_s: float) -> bool:
         with contextlib.suppress(RuntimeError, ValueError):
-            self._reasons.wait([f"waiting/{rank}"], timedelta(seconds=_REASON_S))
+            self._reasons.wait([f"waiting/{rank}"], timedelta(seconds=patience_s))
             return True
         return False
 

@@ -236,8 +236,10 @@ class InfinityEngine:
         The step is decided here; each weight gets its new value when it is next used, at the latest
         in the next forward, under which the drive moves the optimizer's states.
 
+        With several ranks, all call it; one that has no samples left calls it all the same.
+
         Raises:
-            RuntimeError: no backward since the last step.
+            RuntimeError: no backward since the last step, with one rank.
             LossScaleError: gradients are not finite and the configuration says not to go on;
                 nothing was updated.
             RankError: another rank failed, or is in another call.
@@ -247,6 +249,8 @@ class InfinityEngine:
         """
         with self._in_use():
             self._count_plain_backward()
+            if self.world_size > 1 and not self._awaits_step:
+                self._count_backward()  # of nothing: the others may have samples left
             if self._micro_steps == 0:
                 raise RuntimeError("engine.step() without engine.backward(loss) before it")
             is_boundary = self.is_gradient_accumulation_boundary()

@@ -49,14 +49,22 @@ def first_failure(text: str) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("kind", "code", "reason"),
     [
-        ("throw", 1, "rank 1 did not come to it .* or has gone"),
+        pytest.param(
+            "throw", 1, "rank 1 did not come to it .* or has gone", marks=pytest.mark.slow
+        ),
         ("throw within with", 1, "rank 1 failed: ValueError a mistake of one rank"),
-        ("throw with close", 1, "0: engine.step.., 1: engine.close.."),
-        ("forward", 1, "rank 1 failed: ValueError a mistake of one rank"),
+        pytest.param(
+            "throw with close", 1, "0: engine.step.., 1: engine.close..", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "forward", 1, "rank 1 failed: ValueError a mistake of one rank", marks=pytest.mark.slow
+        ),
         ("backward", 1, "rank 1 failed: ValueError a mistake of one rank"),
-        ("exit", 7, "rank 1 did not come to it .* or has gone"),
+        pytest.param("exit", 7, "rank 1 did not come to it .* or has gone", marks=pytest.mark.slow),
         ("kill", -9, "rank 1 did not come to it .* or has gone"),
-        ("interrupt", -2, "rank 1 did not come to it .* or has gone"),
+        pytest.param(
+            "interrupt", -2, "rank 1 did not come to it .* or has gone", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_rank_that_ends_ends_the_others(
@@ -80,7 +88,9 @@ def test_a_rank_that_hangs_is_named_after_the_timeout(tmp_path: Path) -> None:
     assert first_failure(text) == (1, 0)
 
 
-@pytest.mark.parametrize("kind", ["terminate all", "interrupt all"])
+@pytest.mark.parametrize(
+    "kind", ["terminate all", pytest.param("interrupt all", marks=pytest.mark.slow)]
+)
 def test_a_signal_to_the_launcher_ends_all(kind: str, tmp_path: Path) -> None:
     """Though one rank waits for another."""
     status, text = torchrun(kind, tmp_path)
@@ -93,7 +103,11 @@ def test_a_signal_to_the_launcher_ends_all(kind: str, tmp_path: Path) -> None:
     ("kind", "reason"),
     [
         ("configuration", "zero_optimization.stag"),
-        ("buffer", r"rank 0 has buffer 'seen' of shape \(3,\).*rank 1 has buffer 'seen' of"),
+        pytest.param(
+            "buffer",
+            r"rank 0 has buffer 'seen' of shape \(3,\).*rank 1 has buffer 'seen' of",
+            marks=pytest.mark.slow,
+        ),
         (
             "optimizer",
             "rank 0 has parameter '0.weight', trained with lr .* '0.weight', not trained",
@@ -109,6 +123,7 @@ def test_what_one_rank_has_otherwise_is_refused_on_both(
     assert re.search(f"rank0.*ConfigError: (?s:.*){reason}", text), text
 
 
+@pytest.mark.slow
 def test_a_drive_that_is_full_on_one_rank_is_refused_on_both(tmp_path: Path) -> None:
     """With the words of the rank that has it."""
     with drive_of("64k", tmp_path) as small:
@@ -127,6 +142,7 @@ def test_ranks_that_never_close_end_without_harm(tmp_path: Path) -> None:
     assert all(line in text for line in _ENDED)
 
 
+@pytest.mark.slow
 def test_a_close_on_one_rank_ends_when_the_other_has_gone(tmp_path: Path) -> None:
     """It waits for it until then, because it might still be asked for weights."""
     status, text = torchrun("close on one", tmp_path)

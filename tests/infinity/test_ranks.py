@@ -391,3 +391,38 @@ def test_one_rank_copies_nothing() -> None:
     assert comm.all_gather(shard, torch.empty(16)) is shard
     assert comm.reduce_scatter(shard, torch.empty(16)) is shard
     assert comm.exchange([3.0]) == [[3.0]]
+
+
+def train_without_samples(config: Config) -> Weights:
+    """Rank 1 has no samples from the second step on; it only steps."""
+    rank = Communicator().rank
+    engine, *_ = infinity.initialize(model=base_model(), config=config)
+    with engine:
+        for step in range(3):
+            for micro in range(2):
+                if rank == 0 or step == 0:
+                    engine.backward(base_loss(engine, samples(10 * step + micro)))
+                engine.step()
+        return engine.module.state_dict()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rank_without_samples_steps_with_the_others(
+    stage: int, on_ranks: RankPool, tmp_path: Path
+) -> None:
+    """It counts as zero, and its weights stay the same as theirs."""
+    config = config_for(
+        tmp_path,
+        param="none",
+        optimizer="none",
+        gradient_accumulation_steps=2,
+        zero_optimization={"stage": stage},
+    )
+    plain = Reference(base_model())
+    for step in range(3):
+        losses = [base_loss(plain.model, samples(10 * step + micro)) for micro in range(2)]
+        share = 1 if step == 0 else 2
+        plain.step([loss / share for loss in losses])
+    expected = {k: v.detach() for k, v in plain.model.state_dict().items()}
+    for weights in on_ranks(2, train_without_samples, config):
+        assert_close(weights, expected, rtol=1e-5, atol=1e-6)

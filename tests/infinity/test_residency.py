@@ -113,6 +113,6 @@ def test_what_device_memory_holds_is_not_moved_and_changes_no_number(tmp_path: P
     assert moved_bytes[-1] == 0
     arenas = [arena for _, arena, _ in found]
     assert arenas[1] < arenas[0] - 3 * numel  # gradients of fp32
-    assert arenas[-1] < 2**16
+    assert arenas[-1] < 2**17
     for _, _, weights in found:
         assert_equal(weights, found[0][2])
