@@ -184,6 +184,8 @@ def _plan(options: argparse.Namespace) -> Plan:
 def _ours(options: argparse.Namespace) -> tuple[Ours, ...]:
     """Our engine, once for each budget."""
     early: bool = options.update_in_backward
+    shape = _shape(options)
+    device = _budget_bytes(options.device_memory, shape)
     if early and options.clipping:
         raise ConfigError("--update-in-backward needs --clipping 0: a norm is of all gradients")
     if options.device != "nvme":
@@ -191,18 +193,17 @@ def _ours(options: argparse.Namespace) -> tuple[Ours, ...]:
             raise ConfigError("--budgets and --plot need --device nvme: only there budgets differ")
         if options.device == "none":
             return (Ours(),)
-        budget = options.host_memory
-        nbytes = None if budget is None else _budget_bytes(budget, _shape(options))
-        return (Ours("ours cpu", "cpu", nbytes, early),)
+        ours = Ours("ours cpu", "cpu", _budget_bytes(options.host_memory, shape), device, early)
+        return (ours,)
     budgets = options.budgets or (options.host_memory or Fraction(_BUDGET),)
     return tuple(
-        Ours(f"ours {_budget_name(budget)}", "nvme", _budget_bytes(budget, _shape(options)), early)
-        for budget in budgets
+        Ours(f"ours {_budget_name(b)}", "nvme", _budget_bytes(b, shape), device, early)
+        for b in budgets
     )
 
 
-def _budget_bytes(budget: Budget, shape: Shape) -> int:
-    if isinstance(budget, int):
+def _budget_bytes(budget: Budget | None, shape: Shape) -> int | None:
+    if budget is None or isinstance(budget, int):
         return budget
     return int(budget * shape.parameter_numel * STATE_BYTES)
 
@@ -302,6 +303,12 @@ def _add_ours(group: argparse._ArgumentGroup) -> None:
         type=budget,
         metavar="BUDGET",
         help=f"of the arena: bytes, 100M, or a part of the states (default: {_BUDGET})",
+    )
+    group.add_argument(
+        "--device-memory",
+        type=budget,
+        metavar="BUDGET",
+        help="of the device, for what would be offloaded and stays: likewise (default: none)",
     )
     group.add_argument(
         "--budgets",

@@ -45,6 +45,7 @@ class Ours:
         name: in tables.
         device: home of weights and states.
         host_memory_bytes: budget of the arena; None: the engine's choice.
+        device_memory_bytes: of the device, for what stays there; None: nothing.
         updates_in_backward: whether half of the model is updated there.
         module: that the child runs.
         python: that runs it; None: the one we are in.
@@ -53,6 +54,7 @@ class Ours:
     name: str = IN_MEMORY
     device: OffloadDevice = "none"
     host_memory_bytes: int | None = None
+    device_memory_bytes: int | None = None
     updates_in_backward: bool = False
     module: str = "bench.steps.child_ours"
     python: Path | None = None
@@ -70,6 +72,8 @@ class Ours:
         tiering: Json = {"compute_dtype": training.compute_dtype}
         if self.host_memory_bytes is not None:
             tiering["host_memory"] = self.host_memory_bytes
+        if self.device_memory_bytes is not None:
+            tiering["device_memory"] = self.device_memory_bytes
         if self.updates_in_backward:
             tiering["update_in_backward"] = True
         return {

@@ -142,6 +142,9 @@ def measure(run: Run, make: Callable[[Run], Trainer], memory: PeakMemory) -> Out
         first = list(itertools.islice(steps, training.warmup))
         peak_bytes = memory.peak_bytes()
         memory.restart()
+        on_gpu = trainer.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(trainer.device)
         trainer.begin_measuring()
         measured = list(steps)
         training_peak_bytes = memory.peak_bytes()
@@ -156,6 +159,7 @@ def measure(run: Run, make: Callable[[Run], Trainer], memory: PeakMemory) -> Out
             peak_bytes=max(peak_bytes, training_peak_bytes),
             training_peak_bytes=training_peak_bytes,
             paging=trainer.paging(),
+            device_peak_bytes=torch.cuda.max_memory_allocated(trainer.device) if on_gpu else 0,
         )
 
 

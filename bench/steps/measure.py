@@ -142,6 +142,11 @@ class Series:
         """Likewise, in the steps that count."""
         return statistics.median(run.outcome.training_peak_bytes for run in self.runs)
 
+    @property
+    def device_peak_bytes(self) -> float:
+        """Of a GPU's memory, in the steps that count; median of the runs."""
+        return statistics.median(run.outcome.device_peak_bytes for run in self.runs)
+
 
 @dataclass(frozen=True)
 class Share:

@@ -79,6 +79,7 @@ def _series_json(result: Result, series: Series) -> Json:
         ),
         "peak_memory_bytes": series.peak_bytes,
         "training_peak_memory_bytes": series.training_peak_bytes,
+        "device_peak_memory_bytes": series.device_peak_bytes,
         "runs": [_run_json(run) for run in series.runs],
     }
     if series in result.paged:
@@ -170,7 +171,7 @@ def _traffic_table(result: Result) -> Table:
     table = _table(
         "bytes a parameter a step, read / written; process memory over its start, at most",
         *("who", "engine's count", "kernel's count", "a perfect engine"),
-        *("memory, MB", "in training, MB", "bytes a parameter"),
+        *("memory, MB", "in training, MB", "bytes a parameter", "GPU, MB"),
     )
     for series in result.series:
         least = "-"
@@ -184,6 +185,7 @@ def _traffic_table(result: Result) -> Table:
             f"{series.peak_bytes / _MB:.0f}",
             f"{series.training_peak_bytes / _MB:.0f}",
             f"{series.training_peak_bytes / series.last.parameter_numel:.1f}",
+            f"{series.device_peak_bytes / _MB:.0f}" if series.device_peak_bytes else "-",
         )
     return table
 

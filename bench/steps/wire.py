@@ -134,6 +134,7 @@ class Outcome:
         peak_bytes: of memory over the start, at most, from the building of the model on.
         training_peak_bytes: likewise, from the first measured step on.
         paging: of our engine, else None.
+        device_peak_bytes: of a GPU's memory, allocated at most in the steps that count.
     """
 
     parameter_numel: int
@@ -146,6 +147,7 @@ class Outcome:
     peak_bytes: int
     training_peak_bytes: int
     paging: Paging | None
+    device_peak_bytes: int = 0
 
     @property
     def measured(self) -> tuple[Step, ...]:
