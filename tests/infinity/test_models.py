@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from tests.infinity.conftest import Reference, assert_close, config_for, train
 
@@ -200,34 +199,6 @@ def test_outputs_of_every_shape(tmp_path: Path) -> None:
     _check(Whole(), list(torch.randn(4, 3, 6)), tmp_path)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_frozen_weights_under_checkpointing(reentrant: bool, tmp_path: Path) -> None:
-    """A frozen linear with a trained adapter, checkpointed."""
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.base = nn.Linear(8, 8).requires_grad_(False)
-            self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(self.base(x) + self.up(self.down(x)))
-
-    class Stack(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(8, 8)
-            self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.first(x)
-            for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=reentrant)
-            return x.square().mean()
-
-    _check(Stack(), list(torch.randn(4, 3, 8)), tmp_path)
-
-
 def test_a_module_called_many_times_and_two_forwards_in_one_loss(tmp_path: Path) -> None:
     """loss = f(x1) + f(x2), where f calls one linear seven times."""
 
@@ -266,29 +237,3 @@ def test_layers_that_are_skipped_or_permuted(tmp_path: Path) -> None:
 
     orders = [[0, 1, 2, 3, 4, 5], [5, 3, 1], [2, 0, 4, 1], [0, 1, 2, 3, 4, 5], [3]]
     _check(Changing(), [(torch.randn(3, 6), order) for order in orders], tmp_path, steps=5)
-
-
-def test_odd_shapes(tmp_path: Path) -> None:
-    """Scalars, empty tensors, and sizes that divide by nothing."""
-
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            shapes = [(), (1,), (3,), (7, 1), (1003,), (2, 3, 5), (0, 8)]
-            self.all = nn.ParameterList([nn.Parameter(torch.randn(s)) for s in shapes])
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return sum(((p * x).square().sum() for p in self.all), torch.zeros(()))
-
-    model = Odd()
-    assert model.all[0].dim() == 0
-    _check(model, list(torch.randn(4)), tmp_path)
-    assert [tuple(p.shape) for p in model.all] == [
-        (),
-        (1,),
-        (3,),
-        (7, 1),
-        (1003,),
-        (2, 3, 5),
-        (0, 8),
-    ]
