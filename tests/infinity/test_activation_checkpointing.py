@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity
-from tests.infinity.conftest import Reference, assert_close, config_for, train
+from tests.infinity.conftest import Reference, assert_close, base_model, config_for, train
 
 
 class Adapted(nn.Module):
@@ -137,4 +137,27 @@ def test_a_checkpointed_block_may_take_and_return_more_than_tensors(tmp_path: Pa
         Choices(), config_for(tmp_path), steps=3, loss_of=loss_of, batches=batches
     )
     assert found == pytest.approx(losses, rel=1e-6)
+    assert_close(weights, expected)
+
+
+class Segments(nn.Module):
+    """Checkpoints several modules of the list as one."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.inner = base_model()
+        self.reentrant = reentrant
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits."""
+        first, *blocks, last = self.inner
+        segment = nn.Sequential(*blocks)
+        return last(checkpoint(segment, first(tokens), use_reentrant=self.reentrant))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_several_units_may_be_checkpointed_as_one(reentrant: bool, tmp_path: Path) -> None:
+    """Those that run again first are away when backward comes to them."""
+    expected = Reference(Segments(reentrant=reentrant)).train(3)[1]
+    weights = train(Segments(reentrant=reentrant), config_for(tmp_path), steps=3)[1]
     assert_close(weights, expected)

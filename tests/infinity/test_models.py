@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+import infinity
 from tests.infinity.conftest import Reference, assert_close, config_for, train
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -219,6 +221,64 @@ def test_a_module_called_many_times_and_two_forwards_in_one_loss(tmp_path: Path)
     _, expected = Reference(model).train(4, loss_of=loss_of, batches=batches)
     _, weights = train(model, config_for(tmp_path), steps=4, loss_of=loss_of, batches=batches)
     assert_close(weights, expected)
+
+
+class Whole(nn.Module):
+    """A backbone whose norms save their weights as they are, and a method that uses weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.Linear(6, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 6), nn.LayerNorm(6))
+        self.backbone = nn.Sequential(*layers)
+        self.scale, self.head = nn.Parameter(torch.rand(6)), nn.Linear(6, 2)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        """Not the forward, and no module's."""
+        return self.backbone(x) * self.scale @ self.head.weight.t()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The same with a bias."""
+        return self.encode(x) + self.head.bias
+
+
+@pytest.mark.parametrize("part", ["", "backbone"])
+def test_the_model_or_a_part_of_it_may_be_called_without_the_engine(
+    part: str, tmp_path: Path
+) -> None:
+    """In training and in evaluation; backward is that of the engine's own forward."""
+    reference = Reference(Whole())
+    model = copy.deepcopy(reference.model)
+    engine, *_ = infinity.initialize(model=model, config=config_for(tmp_path))
+    called, plain = (m.get_submodule(part) for m in (model, reference.model))
+    with engine:
+        for x in torch.randn(3, 4, 6):
+            with torch.no_grad():
+                torch.testing.assert_close(called(x), plain(x))
+            engine.backward(called(x).square().mean())
+            engine.step()
+            reference.step([plain(x).square().mean()])
+        assert_close(engine.module.state_dict(), dict(reference.model.state_dict()))
+
+
+def test_weights_used_outside_of_all_modules_are_seen_and_a_backward_of_that_is_refused(
+    tmp_path: Path,
+) -> None:
+    """Autograd holds the weight itself there, which is away by then; no gradient is wrong."""
+    plain = Whole()
+    model = copy.deepcopy(plain)
+    engine, *_ = infinity.initialize(model=model, config=config_for(tmp_path))
+    x = torch.randn(4, 6)
+    with engine:
+        for loss_of in (
+            lambda m: m.encode(x).square().mean(),
+            lambda m: sum(p.square().sum() for p in m.parameters()),
+        ):
+            loss = loss_of(model)
+            torch.testing.assert_close(loss, loss_of(plain))
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                engine.backward(loss)
+            engine.zero_grad()
+        assert_close(engine.module.state_dict(), dict(plain.state_dict()))
 
 
 def test_layers_that_are_skipped_or_permuted(tmp_path: Path) -> None:
