@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -129,7 +129,7 @@ def test_a_functional_tied_head(tmp_path: Path) -> None:
 
 
 def test_containers_of_parameters_and_custom_functions(tmp_path: Path) -> None:
-    """ParameterList, ParameterDict, and an autograd Function that saves a weight."""
+    """Lists and dicts of them, modules registered late, and a Function that saves a weight."""
 
     class Scale(torch.autograd.Function):
         @staticmethod
@@ -148,12 +148,17 @@ def test_containers_of_parameters_and_custom_functions(tmp_path: Path) -> None:
             self.plist = nn.ParameterList([nn.Parameter(torch.randn(6, 6)) for _ in range(5)])
             self.pdict = nn.ParameterDict({k: nn.Parameter(torch.randn(6)) for k in "abc"})
             self.free = nn.Parameter(torch.randn(6))
+            self.loose = [[nn.Linear(6, 6)], [nn.Linear(6, 6)]]
+            for number, (module,) in enumerate(self.loose):
+                self.add_module(f"late{number}", module)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for weight in self.plist:
                 x = torch.tanh(functional.linear(x, weight))
             for bias in self.pdict.values():
                 x = x + bias
+            for (module,) in self.loose:
+                x = module(x)
             return Scale.apply(x, self.free).square().mean()
 
     _check(Holder(), list(torch.randn(4, 3, 6)), tmp_path)
@@ -165,8 +170,13 @@ class _Output:
     note: str
 
 
+class _Named(NamedTuple):
+    hidden: torch.Tensor
+    rest: dict[str, Any]
+
+
 def test_outputs_of_every_shape(tmp_path: Path) -> None:
-    """dict, list, tuple, dataclass, None, an int and a bare parameter as a module's output."""
+    """dict, list, (named) tuple, dataclass, None, an int and a bare parameter as an output."""
 
     class Part(nn.Module):
         def __init__(self, kind: str) -> None:
@@ -182,45 +192,76 @@ def test_outputs_of_every_shape(tmp_path: Path) -> None:
                 "list": [y, 3],
                 "tuple": (y, (None, y)),
                 "data": _Output(y, "x"),
+                "named": _Named(y, {"more": [y, None]}),
+                "none": None,
+                "int": 3,
                 "bias": (y, self.bias),
             }[self.kind]
 
     class Whole(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.parts = nn.ModuleList(Part(k) for k in ("dict", "list", "tuple", "data", "bias"))
+            kinds = ("dict", "list", "tuple", "data", "bias", "named", "none", "int")
+            self.parts = nn.ModuleList(Part(kind) for kind in kinds)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.parts[0](x)["y"]
             x = self.parts[1](x)[0]
             x = self.parts[2](x)[1][1]
             x = self.parts[3](x).hidden
+            x = self.parts[5](x).rest["more"][0]
+            assert (self.parts[6](x), self.parts[7](x)) == (None, 3)
             x, bias = self.parts[4](x)
             return (x + bias).square().mean()
 
     _check(Whole(), list(torch.randn(4, 3, 6)), tmp_path)
 
 
-def test_a_module_called_many_times_and_two_forwards_in_one_loss(tmp_path: Path) -> None:
-    """loss = f(x1) + f(x2), where f calls one linear seven times."""
+class Loop(nn.Module):
+    """Calls one linear seven times."""
 
-    class Loop(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lin = nn.Linear(6, 6)
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(6, 6)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for _ in range(7):
-                x = torch.tanh(self.lin(x))
-            return x.square().mean()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A loss."""
+        for _ in range(7):
+            x = torch.tanh(self.lin(x))
+        return x.square().mean()
 
-    def loss_of(module: Callable[..., torch.Tensor], batch: torch.Tensor) -> torch.Tensor:
-        return module(batch[0]) + module(batch[1])
 
-    model, batches = Loop(), list(torch.randn(4, 2, 3, 6))
-    _, expected = Reference(model).train(4, loss_of=loss_of, batches=batches)
-    _, weights = train(model, config_for(tmp_path), steps=4, loss_of=loss_of, batches=batches)
-    assert_close(weights, expected)
+def _both(model: Callable[..., torch.Tensor], batch: torch.Tensor) -> torch.Tensor:
+    return model(batch[0]) + model(batch[1])
+
+
+def _preferred(model: Callable[..., torch.Tensor], batch: torch.Tensor) -> torch.Tensor:
+    """One without a gradient, as when a model is compared with what it says elsewhere."""
+    chosen = model(batch[0])
+    with torch.no_grad():
+        other = model(batch[1])
+    return -functional.logsigmoid(chosen - other)
+
+
+@pytest.mark.parametrize("loss_of", [_both, _preferred])
+def test_several_forwards_before_one_backward_leave_nothing_behind(
+    loss_of: Callable[..., torch.Tensor], tmp_path: Path
+) -> None:
+    """Twenty steps; after each, no weight is in memory that was not before."""
+    reference = Reference(Loop())
+    model = copy.deepcopy(reference.model)
+    engine, *_ = infinity.initialize(model=model, config=config_for(tmp_path))
+    used = set()
+    with engine:
+        for batch in torch.randn(20, 2, 3, 6):
+            reference.step([loss_of(reference.model, batch)])
+            engine.backward(loss_of(engine, batch))
+            engine.step()
+            assert all(type(p) is not nn.Parameter for p in model.parameters())
+            engine.flush()
+            used.add(engine.stats().arena_used_bytes)
+        assert len(used) == 1
+        assert_close(engine.module.state_dict(), dict(reference.model.state_dict()))
 
 
 class Whole(nn.Module):
@@ -297,3 +338,49 @@ def test_layers_that_are_skipped_or_permuted(tmp_path: Path) -> None:
 
     orders = [[0, 1, 2, 3, 4, 5], [5, 3, 1], [2, 0, 4, 1], [0, 1, 2, 3, 4, 5], [3]]
     _check(Changing(), [(torch.randn(3, 6), order) for order in orders], tmp_path, steps=5)
+
+
+def test_a_module_attached_later_is_the_users_own(tmp_path: Path) -> None:
+    """It computes at once and gets gradients; the engine neither trains it nor takes it."""
+
+    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model[0].extra(model(x)).square().mean()
+
+    torch.manual_seed(0)
+    reference = Reference(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))
+    model, extra = copy.deepcopy(reference.model), nn.Linear(6, 3)
+    engine, optimizer, *_ = infinity.initialize(model=model, config=config_for(tmp_path))
+    plain_extra = copy.deepcopy(extra)
+    model[0].extra, reference.model[0].extra = extra, plain_extra
+    with engine:
+        for x in torch.randn(3, 4, 6):
+            engine.backward(loss_of(engine.module, x))
+            engine.step()
+            reference.step([loss_of(reference.model, x)])
+            torch.testing.assert_close(extra.weight.grad, plain_extra.weight.grad)
+        assert_close(engine.module.state_dict(), dict(reference.model.state_dict()))
+        with pytest.raises(infinity.ConfigError, match=r"1 of .* \(3, 6\)\) are not trained"):
+            optimizer.add_param_group({"params": [extra.weight]})
+
+
+def test_generated_tokens_are_those_of_the_plain_model(tmp_path: Path) -> None:
+    """Three rounds of three generations with a cache, then two epochs of training on them."""
+    reference = Reference(_llama())
+    plain, model = reference.model, _llama()
+    engine, *_ = infinity.initialize(model=model, config=config_for(tmp_path))
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "use_cache": True}
+    used = set()
+    with engine:
+        for prompts in torch.randint(1, 96, (3, 3, 2, 4)):
+            found = [model.generate(prompt, **options) for prompt in prompts]
+            assert torch.equal(
+                torch.stack(found), torch.stack([plain.generate(p, **options) for p in prompts])
+            )
+            for tokens in found * 2:
+                engine.backward(_language_loss(engine, tokens))
+                engine.step()
+                reference.step([_language_loss(plain, tokens)])
+            engine.flush()
+            used.add(engine.stats().arena_used_bytes)
+        assert len(used) == 1
+        assert_close(engine.module.state_dict(), dict(plain.state_dict()), rtol=1e-5, atol=1e-6)
