@@ -3,10 +3,11 @@
 Note: what autograd saves
 
 A forward saves views of weights (``weight.t()``) for backward. Held as tensors they would keep the
-unit's memory between forward and backward, which is what paging is there to avoid. So while the
-model runs, a saved tensor that lies in a unit's flat buffer is packed as its place (unit, offset,
-sizes, strides), and unpacked as a view of wherever the unit is then. The weight must be the same
-then; if it was changed in between, that is the same error as in torch.
+unit's memory between forward and backward, which is what paging is there to avoid; and a weight
+that is saved as it is would be a stub by then. So while the model, or any part of it, runs, a saved
+tensor that lies in a unit's flat buffer is packed as its place (unit, offset, sizes, strides), and
+unpacked as a view of wherever the unit is then. The weight must be the same then; if it was changed
+in between, that is the same error as in torch.
 
 What would break it: a saved tensor of memory that merely used to be a unit's. Packing asks for the
 storage's address among the units present now, and a slot is not reused while an old view of it
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,13 @@ from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 
 from infinity.schedule import Schedule
 from infinity.unit import Unit
+
+# Who packs saved tensors now. Before torch 2.8 that is not told, and might be anybody.
+_PACKED_BY = getattr(
+    torch._C._autograd,  # noqa: SLF001
+    "_top_saved_tensors_default_hooks",
+    lambda _ignore_is_tracing: True,
+)
 
 
 class SavedView(NamedTuple):
@@ -60,14 +68,19 @@ class Hooks:
 
     def attach(self, module: nn.Module, units: Sequence[Unit]) -> None:
         """Have the units present in the module's forward, and released behind its backward."""
+        packing: list[AbstractContextManager[Any]] = []  # of the calls under way
 
         # A compiler would trace into them; what they do is not part of the model's arithmetic.
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def before(_module: nn.Module, _args: Any) -> None:  # noqa: ANN401
+            packing.append(self._packing())
+            packing[-1].__enter__()
             self._schedule.enter(units)
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def after(_module: nn.Module, _args: Any, output: Any) -> None:  # noqa: ANN401
+            if packing:
+                packing.pop().__exit__(None, None, None)
             self._schedule.leave(units)
             outputs = [t for t in tensors_in(output) if t.grad_fn is not None]
             if outputs:
@@ -105,6 +118,15 @@ class Hooks:
         return saved_tensors_hooks(
             torch.compiler.disable(self._pack), torch.compiler.disable(self._unpack)
         )
+
+    def _packing(self) -> AbstractContextManager[Any]:
+        """For a module that is called by itself, or once more in backward.
+
+        Within the engine's forward it is on already. And where others pack what is saved, as
+        checkpointing does, they would not see it any more.
+        """
+        needed = torch.is_grad_enabled() and not _PACKED_BY(True)  # noqa: FBT003
+        return self.saving() if needed else nullcontext()
 
     def remove(self) -> None:
         """Detach everything."""

@@ -11,7 +11,9 @@ nothing.
 
 What would break it: memory given to something else while a tensor still looks at it. Slots are
 reused only when the last tensor over them is gone, so an alias taken by ``p.detach()`` or
-``p.data`` stays what it was.
+``p.data`` stays what it was. And backward of what has saved the parameter itself, which autograd
+does where it is used outside of the model's modules: it would compute with the stub. Every release
+counts as a change in place, so autograd refuses that.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_leaves
 
 
@@ -177,6 +180,7 @@ class Stubs:
             self._cells[dtype] = cell
         parameter.data = cell.as_strided(parameter.shape, (0,) * parameter.ndim)
         parameter.__class__ = self._class
+        increment_version(parameter)
 
     @staticmethod
     def restore(parameter: nn.Parameter, view: torch.Tensor) -> None:

@@ -51,12 +51,16 @@ class FlatLayout:
 
     @classmethod
     def of(cls, numels: Sequence[int], *, world_size: int) -> FlatLayout:
-        """Lay parameters of these element counts one after the other."""
+        """Lay parameters of these element counts one after the other.
+
+        Even a unit without elements gets some: its parameters are trained like others, and what
+        trains them are records of more than nothing.
+        """
         extents, at = [], 0
         for numel in numels:
             extents.append(Extent(at, at + numel))
             at = _align(at + numel, ALIGN_NUMEL)
-        return cls(tuple(extents), _align(at, ALIGN_NUMEL * world_size), world_size)
+        return cls(tuple(extents), _align(max(at, 1), ALIGN_NUMEL * world_size), world_size)
 
     @property
     def shard_numel(self) -> int:

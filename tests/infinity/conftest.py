@@ -17,9 +17,11 @@ from torch import nn
 from torch.nn import functional
 
 import infinity
+from infinity.comm import Communicator
 from tests.infinity.ranks import RankPool, rank_pool
 
 Config = dict[str, Any]
+Weights = dict[str, torch.Tensor]
 
 
 def base_model(seed: int = 0) -> nn.Module:
@@ -87,6 +89,36 @@ def train(
             losses.append(float(loss.detach()))
         weights = engine.module.state_dict()
     return losses, weights
+
+
+def samples(step: int, batch: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    """A global batch of sequences of tokens and targets."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, 100, (2, batch, 9), generator=generator)
+    return tokens[0], tokens[1]
+
+
+def train_part(
+    config: Config, steps: int, accumulation: int, batch: int = 8
+) -> tuple[list[float], Weights]:
+    """This rank's share of every global batch; returns the gradient norms and the weights."""
+    comm = Communicator()
+    config = {**config, "train_batch_size": batch, "gradient_accumulation_steps": accumulation}
+    config.pop("train_micro_batch_size_per_gpu")
+    engine, *_ = infinity.initialize(model=base_model(), config=config)
+    norms = []
+    with engine:
+        micro = engine.train_micro_batch_size_per_gpu()
+        assert micro == batch // accumulation // comm.size
+        for step in range(steps):
+            inputs, targets = samples(step, batch)
+            for number in range(accumulation):
+                start = (number * comm.size + comm.rank) * micro
+                part = slice(start, start + micro)
+                engine.backward(base_loss(engine, (inputs[part], targets[part])))
+                engine.step()
+            norms.append(engine.get_global_grad_norm())
+        return norms, engine.module.state_dict()
 
 
 class Reference:

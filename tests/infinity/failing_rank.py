@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 import infinity
-from tests.infinity.conftest import base_loss, base_model, config_for
-from tests.infinity.test_ranks import samples
+from tests.infinity.conftest import base_loss, base_model, config_for, samples
 
 RANK = int(os.environ["RANK"])
 

@@ -102,7 +102,9 @@ class RankPool:
         self._groups: dict[int, Ranks] = {}
 
     def __call__(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Run a function on this many ranks; see `Ranks.run`."""
+        """Run a function on this many ranks, on one right here; see `Ranks.run`."""
+        if size == 1:
+            return [function(*arguments)]
         group = self._groups.get(size)
         if group is None or group.is_broken:
             if group is not None:

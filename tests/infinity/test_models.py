@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
+import infinity
 from tests.infinity.conftest import Reference, assert_close, config_for, train
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -128,7 +129,7 @@ def test_a_functional_tied_head(tmp_path: Path) -> None:
 
 
 def test_containers_of_parameters_and_custom_functions(tmp_path: Path) -> None:
-    """ParameterList, ParameterDict, and an autograd Function that saves a weight."""
+    """Lists and dicts of them, modules registered late, and a Function that saves a weight."""
 
     class Scale(torch.autograd.Function):
         @staticmethod
@@ -147,12 +148,17 @@ def test_containers_of_parameters_and_custom_functions(tmp_path: Path) -> None:
             self.plist = nn.ParameterList([nn.Parameter(torch.randn(6, 6)) for _ in range(5)])
             self.pdict = nn.ParameterDict({k: nn.Parameter(torch.randn(6)) for k in "abc"})
             self.free = nn.Parameter(torch.randn(6))
+            self.loose = [[nn.Linear(6, 6)], [nn.Linear(6, 6)]]
+            for number, (module,) in enumerate(self.loose):
+                self.add_module(f"late{number}", module)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for weight in self.plist:
                 x = torch.tanh(functional.linear(x, weight))
             for bias in self.pdict.values():
                 x = x + bias
+            for (module,) in self.loose:
+                x = module(x)
             return Scale.apply(x, self.free).square().mean()
 
     _check(Holder(), list(torch.randn(4, 3, 6)), tmp_path)
@@ -164,8 +170,13 @@ class _Output:
     note: str
 
 
+class _Named(NamedTuple):
+    hidden: torch.Tensor
+    rest: dict[str, Any]
+
+
 def test_outputs_of_every_shape(tmp_path: Path) -> None:
-    """dict, list, tuple, dataclass, None, an int and a bare parameter as a module's output."""
+    """dict, list, (named) tuple, dataclass, None, an int and a bare parameter as an output."""
 
     class Part(nn.Module):
         def __init__(self, kind: str) -> None:
@@ -181,73 +192,134 @@ def test_outputs_of_every_shape(tmp_path: Path) -> None:
                 "list": [y, 3],
                 "tuple": (y, (None, y)),
                 "data": _Output(y, "x"),
+                "named": _Named(y, {"more": [y, None]}),
+                "none": None,
+                "int": 3,
                 "bias": (y, self.bias),
             }[self.kind]
 
     class Whole(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.parts = nn.ModuleList(Part(k) for k in ("dict", "list", "tuple", "data", "bias"))
+            kinds = ("dict", "list", "tuple", "data", "bias", "named", "none", "int")
+            self.parts = nn.ModuleList(Part(kind) for kind in kinds)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.parts[0](x)["y"]
             x = self.parts[1](x)[0]
             x = self.parts[2](x)[1][1]
             x = self.parts[3](x).hidden
+            x = self.parts[5](x).rest["more"][0]
+            assert (self.parts[6](x), self.parts[7](x)) == (None, 3)
             x, bias = self.parts[4](x)
             return (x + bias).square().mean()
 
     _check(Whole(), list(torch.randn(4, 3, 6)), tmp_path)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_frozen_weights_under_checkpointing(reentrant: bool, tmp_path: Path) -> None:
-    """A frozen linear with a trained adapter, checkpointed."""
+class Loop(nn.Module):
+    """Calls one linear seven times."""
 
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.base = nn.Linear(8, 8).requires_grad_(False)
-            self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(6, 6)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.tanh(self.base(x) + self.up(self.down(x)))
-
-    class Stack(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(8, 8)
-            self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.first(x)
-            for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=reentrant)
-            return x.square().mean()
-
-    _check(Stack(), list(torch.randn(4, 3, 8)), tmp_path)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A loss."""
+        for _ in range(7):
+            x = torch.tanh(self.lin(x))
+        return x.square().mean()
 
 
-def test_a_module_called_many_times_and_two_forwards_in_one_loss(tmp_path: Path) -> None:
-    """loss = f(x1) + f(x2), where f calls one linear seven times."""
+def _both(model: Callable[..., torch.Tensor], batch: torch.Tensor) -> torch.Tensor:
+    return model(batch[0]) + model(batch[1])
 
-    class Loop(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lin = nn.Linear(6, 6)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for _ in range(7):
-                x = torch.tanh(self.lin(x))
-            return x.square().mean()
+def _preferred(model: Callable[..., torch.Tensor], batch: torch.Tensor) -> torch.Tensor:
+    """One without a gradient, as when a model is compared with what it says elsewhere."""
+    chosen = model(batch[0])
+    with torch.no_grad():
+        other = model(batch[1])
+    return -functional.logsigmoid(chosen - other)
 
-    def loss_of(module: Callable[..., torch.Tensor], batch: torch.Tensor) -> torch.Tensor:
-        return module(batch[0]) + module(batch[1])
 
-    model, batches = Loop(), list(torch.randn(4, 2, 3, 6))
-    _, expected = Reference(model).train(4, loss_of=loss_of, batches=batches)
-    _, weights = train(model, config_for(tmp_path), steps=4, loss_of=loss_of, batches=batches)
-    assert_close(weights, expected)
+@pytest.mark.parametrize("loss_of", [_both, _preferred])
+def test_several_forwards_before_one_backward_leave_nothing_behind(
+    loss_of: Callable[..., torch.Tensor], tmp_path: Path
+) -> None:
+    """Twenty steps; after each, no weight is in memory that was not before."""
+    reference = Reference(Loop())
+    model = copy.deepcopy(reference.model)
+    engine, *_ = infinity.initialize(model=model, config=config_for(tmp_path))
+    used = set()
+    with engine:
+        for batch in torch.randn(20, 2, 3, 6):
+            reference.step([loss_of(reference.model, batch)])
+            engine.backward(loss_of(engine, batch))
+            engine.step()
+            assert all(type(p) is not nn.Parameter for p in model.parameters())
+            engine.flush()
+            used.add(engine.stats().arena_used_bytes)
+        assert len(used) == 1
+        assert_close(engine.module.state_dict(), dict(reference.model.state_dict()))
+
+
+class Whole(nn.Module):
+    """A backbone whose norms save their weights as they are, and a method that uses weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.Linear(6, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 6), nn.LayerNorm(6))
+        self.backbone = nn.Sequential(*layers)
+        self.scale, self.head = nn.Parameter(torch.rand(6)), nn.Linear(6, 2)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        """Not the forward, and no module's."""
+        return self.backbone(x) * self.scale @ self.head.weight.t()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The same with a bias."""
+        return self.encode(x) + self.head.bias
+
+
+@pytest.mark.parametrize("part", ["", "backbone"])
+def test_the_model_or_a_part_of_it_may_be_called_without_the_engine(
+    part: str, tmp_path: Path
+) -> None:
+    """In training and in evaluation; backward is that of the engine's own forward."""
+    reference = Reference(Whole())
+    model = copy.deepcopy(reference.model)
+    engine, *_ = infinity.initialize(model=model, config=config_for(tmp_path))
+    called, plain = (m.get_submodule(part) for m in (model, reference.model))
+    with engine:
+        for x in torch.randn(3, 4, 6):
+            with torch.no_grad():
+                torch.testing.assert_close(called(x), plain(x))
+            engine.backward(called(x).square().mean())
+            engine.step()
+            reference.step([plain(x).square().mean()])
+        assert_close(engine.module.state_dict(), dict(reference.model.state_dict()))
+
+
+def test_weights_used_outside_of_all_modules_are_seen_and_a_backward_of_that_is_refused(
+    tmp_path: Path,
+) -> None:
+    """Autograd holds the weight itself there, which is away by then; no gradient is wrong."""
+    plain = Whole()
+    model = copy.deepcopy(plain)
+    engine, *_ = infinity.initialize(model=model, config=config_for(tmp_path))
+    x = torch.randn(4, 6)
+    with engine:
+        for loss_of in (
+            lambda m: m.encode(x).square().mean(),
+            lambda m: sum(p.square().sum() for p in m.parameters()),
+        ):
+            loss = loss_of(model)
+            torch.testing.assert_close(loss, loss_of(plain))
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                engine.backward(loss)
+            engine.zero_grad()
+        assert_close(engine.module.state_dict(), dict(plain.state_dict()))
 
 
 def test_layers_that_are_skipped_or_permuted(tmp_path: Path) -> None:
@@ -268,27 +340,47 @@ def test_layers_that_are_skipped_or_permuted(tmp_path: Path) -> None:
     _check(Changing(), [(torch.randn(3, 6), order) for order in orders], tmp_path, steps=5)
 
 
-def test_odd_shapes(tmp_path: Path) -> None:
-    """Scalars, empty tensors, and sizes that divide by nothing."""
+def test_a_module_attached_later_is_the_users_own(tmp_path: Path) -> None:
+    """It computes at once and gets gradients; the engine neither trains it nor takes it."""
 
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            shapes = [(), (1,), (3,), (7, 1), (1003,), (2, 3, 5), (0, 8)]
-            self.all = nn.ParameterList([nn.Parameter(torch.randn(s)) for s in shapes])
+    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model[0].extra(model(x)).square().mean()
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return sum(((p * x).square().sum() for p in self.all), torch.zeros(()))
+    torch.manual_seed(0)
+    reference = Reference(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))
+    model, extra = copy.deepcopy(reference.model), nn.Linear(6, 3)
+    engine, optimizer, *_ = infinity.initialize(model=model, config=config_for(tmp_path))
+    plain_extra = copy.deepcopy(extra)
+    model[0].extra, reference.model[0].extra = extra, plain_extra
+    with engine:
+        for x in torch.randn(3, 4, 6):
+            engine.backward(loss_of(engine.module, x))
+            engine.step()
+            reference.step([loss_of(reference.model, x)])
+            torch.testing.assert_close(extra.weight.grad, plain_extra.weight.grad)
+        assert_close(engine.module.state_dict(), dict(reference.model.state_dict()))
+        with pytest.raises(infinity.ConfigError, match=r"1 of .* \(3, 6\)\) are not trained"):
+            optimizer.add_param_group({"params": [extra.weight]})
 
-    model = Odd()
-    assert model.all[0].dim() == 0
-    _check(model, list(torch.randn(4)), tmp_path)
-    assert [tuple(p.shape) for p in model.all] == [
-        (),
-        (1,),
-        (3,),
-        (7, 1),
-        (1003,),
-        (2, 3, 5),
-        (0, 8),
-    ]
+
+def test_generated_tokens_are_those_of_the_plain_model(tmp_path: Path) -> None:
+    """Three rounds of three generations with a cache, then two epochs of training on them."""
+    reference = Reference(_llama())
+    plain, model = reference.model, _llama()
+    engine, *_ = infinity.initialize(model=model, config=config_for(tmp_path))
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "use_cache": True}
+    used = set()
+    with engine:
+        for prompts in torch.randint(1, 96, (3, 3, 2, 4)):
+            found = [model.generate(prompt, **options) for prompt in prompts]
+            assert torch.equal(
+                torch.stack(found), torch.stack([plain.generate(p, **options) for p in prompts])
+            )
+            for tokens in found * 2:
+                engine.backward(_language_loss(engine, tokens))
+                engine.step()
+                reference.step([_language_loss(plain, tokens)])
+            engine.flush()
+            used.add(engine.stats().arena_used_bytes)
+        assert len(used) == 1
+        assert_close(engine.module.state_dict(), dict(plain.state_dict()), rtol=1e-5, atol=1e-6)

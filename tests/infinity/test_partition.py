@@ -22,6 +22,7 @@ def test_shards_tile_the_flat_buffer_exactly(sizes: list[int], ranks: int) -> No
     assert shards[-1].stop == layout.numel
     assert all(a.stop == b.start for a, b in pairwise(shards))
     assert all(s.start % ALIGN_NUMEL == 0 and s.numel == layout.shard_numel for s in shards)
+    assert layout.shard_numel > 0
 
 
 @given(numels, st.integers(1, 8))

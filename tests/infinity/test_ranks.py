@@ -17,50 +17,17 @@ from infinity.comm import Communicator
 from tests.infinity.conftest import (
     Config,
     Reference,
+    Weights,
     assert_close,
     assert_equal,
     base_loss,
     base_model,
     config_for,
+    samples,
+    train_part,
 )
 from tests.infinity.ranks import RankPool
 from tiering.errors import ConfigError, RankError
-
-Weights = dict[str, torch.Tensor]
-
-GLOBAL_BATCH = 8
-
-
-def samples(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A global batch of 8 sequences of tokens and targets."""
-    generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(0, 100, (2, GLOBAL_BATCH, 9), generator=generator)
-    return tokens[0], tokens[1]
-
-
-def train_part(config: Config, steps: int, accumulation: int) -> tuple[list[float], Weights]:
-    """This rank's share of every global batch; returns the gradient norms and the weights."""
-    comm = Communicator()
-    config = {
-        **config,
-        "train_batch_size": GLOBAL_BATCH,
-        "gradient_accumulation_steps": accumulation,
-    }
-    config.pop("train_micro_batch_size_per_gpu")
-    engine, *_ = infinity.initialize(model=base_model(), config=config)
-    norms = []
-    with engine:
-        micro = engine.train_micro_batch_size_per_gpu()
-        assert micro == GLOBAL_BATCH // accumulation // comm.size
-        for step in range(steps):
-            inputs, targets = samples(step)
-            for number in range(accumulation):
-                start = (number * comm.size + comm.rank) * micro
-                part = slice(start, start + micro)
-                engine.backward(base_loss(engine, (inputs[part], targets[part])))
-                engine.step()
-            norms.append(engine.get_global_grad_norm())
-        return norms, engine.module.state_dict()
 
 
 def reference(steps: int, *, clip: float = 0.0) -> Weights:

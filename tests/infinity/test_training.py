@@ -163,39 +163,6 @@ def test_a_parameter_without_gradient_is_left_alone(device: str, tmp_path: Path)
     assert_close(weights, expected)
 
 
-def test_groups_steer_rate_and_decay(tmp_path: Path) -> None:
-    """Each group's own rate and decay apply, and a rate changed between steps takes effect."""
-
-    class Three(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.all = nn.ParameterList([nn.Parameter(torch.ones(40)) for _ in range(3)])
-
-        def forward(self) -> torch.Tensor:
-            return torch.stack([p.sum() for p in self.all]).sum()
-
-    model = Three()
-    a, b, c = model.all
-    groups = [
-        {"params": [a], "lr": 1e-2, "weight_decay": 0.0},
-        {"params": [b], "lr": 1e-4, "weight_decay": 0.0},
-        {"params": [c], "lr": 1e-2, "weight_decay": 0.5},
-    ]
-    engine, optimizer, _, _ = infinity.initialize(
-        model=model, config=config_for(tmp_path), optimizer=torch.optim.AdamW(groups)
-    )
-    with engine:
-        for rate in (1e-4, 1e-2):
-            optimizer.param_groups[1]["lr"] = rate
-            engine.backward(engine())
-            engine.step()
-            if rate == 1e-4:
-                first = [float(p.detach()[7]) for p in model.all]
-        second = float(b.detach()[7])
-    assert first == pytest.approx([0.99, 0.9999, 0.985], abs=1e-6)
-    assert second == pytest.approx(0.9899, abs=1e-6)
-
-
 class _Fragile(nn.Module):
     """Raises in its forward or its backward when told to."""
 
