@@ -141,7 +141,6 @@ class Lease:
         self._store = store
         self._entry = entry
         self._access = access
-        self._slot = slot
         self._tensors: dict[str, torch.Tensor] | None = slot.tensors(entry.spec)
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -176,7 +175,11 @@ class Lease:
 
     def whole(self) -> torch.Tensor:
         """All tensors of the record as one, uint8, of which `RecordSpec.views` makes them again."""
-        return self._slot.tensors(self._entry.spec.as_bytes)["bytes"]
+        if self._tensors is None:
+            raise RecordError(f"record {self._entry.spec.key!r}: the lease was released")
+        slot = self._entry.filling if self._access is Access.OVERWRITE else self._entry.slot
+        assert slot is not None
+        return slot.tensors(self._entry.spec.as_bytes)["bytes"]
 
     def abandon(self) -> None:
         """End the use after a failure: what was overwritten beside its old contents keeps them."""
@@ -707,11 +710,11 @@ class TieredStore:
             ArenaFullError: they do not keep that much.
         """
         key, nbytes, placement = entry.spec.key, entry.spec.nbytes, _placement(entry)
-        arenas = (self.arena, *self._beside)
-        kept_bytes = sum(arena.stats().retained_bytes for arena in arenas)
+        beside = [arena.stats() for arena in self._beside]
+        kept_bytes = sum(stats.retained_bytes for stats in (self.arena.stats(), *beside))
         if entry.slot is not None and entry.slot.is_aliased:
             kept_bytes += entry.slot_bytes  # it is about to be left to them
-        beside_bytes = sum(arena.capacity_bytes for arena in self._beside)
+        beside_bytes = sum(s.capacity_bytes for s in beside if s.used_bytes)  # the rest is going
         if beside_bytes + entry.slot_bytes > kept_bytes:
             return self.arena.allocate(nbytes, owner=key, placement=placement)
         if not beside_bytes:
