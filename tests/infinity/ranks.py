@@ -18,10 +18,12 @@ import torch.distributed as dist
 _LIMIT_S = 120.0  # of one function; a test that hangs fails
 
 
-def _serve(rank: int, size: int, rendezvous: str, jobs: Connection) -> None:
+def _serve(rank: int, size: int, rendezvous: str, jobs: Connection, backend: str) -> None:
     torch.set_num_threads(1)
+    if "nccl" in backend:
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{rendezvous}",
         rank=rank,
         world_size=size,
@@ -41,13 +43,14 @@ def _serve(rank: int, size: int, rendezvous: str, jobs: Connection) -> None:
 
 
 class Ranks:
-    """So many processes in one gloo group.
+    """So many processes in one group.
 
     Args:
         size: how many.
+        backend: of the group; with nccl each process has a GPU of its own.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, backend: str = "gloo") -> None:
         self.size = size
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
@@ -57,7 +60,7 @@ class Ranks:
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, size, rendezvous, theirs), daemon=True
+                target=_serve, args=(rank, size, rendezvous, theirs, backend), daemon=True
             )
             process.start()
             theirs.close()
