@@ -9,12 +9,21 @@ that anybody wants, in the order of the ranks. Who wants nothing waits in `meet`
 until all have come there. Ranks that run the same program always want the same, and the talk is one
 exchange of a few bytes before each collective.
 
+Note: promises
+
+That exchange costs more than a small collective. But what was done since the last step is known to
+all ranks, since all took part in it. If two cycles in a row were the same, that is a promise of all
+ranks to do it once more, and nothing needs to be said until the next step. A rank that comes to
+want something else keeps the promise first: it takes part in what is left of it, up to what it
+wants or to the end, and then says what it wants. So ranks that diverge lose time, and no more.
+
 What would break it: a collective outside of this, and a part that performs another one.
 """
 
 from __future__ import annotations
 
 import enum
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
@@ -52,6 +61,10 @@ class Agreement:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._parts: list[Part] = []
+        # All of these are the same on every rank, but for how much of the promise it has kept.
+        self._done: list[int] = []  # since the last step
+        self._done_before: list[int] = []  # in the cycle before
+        self._promised: deque[int] = deque()
 
     def add(self, part: Part) -> int:
         """Make a collective known; every rank adds the same ones in the same order.
@@ -69,7 +82,7 @@ class Agreement:
         """Do this collective; the other ranks take part."""
         if self._comm.size == 1:
             self._parts[number](True)  # noqa: FBT003
-        else:
+        elif not self._keep_promise(number):
             self._turn(number)
 
     def meet(self, place: Place) -> None:
@@ -80,19 +93,42 @@ class Agreement:
         """
         if self._comm.size == 1:
             return
+        self._keep_promise(place)
         while True:
             wanted = self._turn(place)
             if all(number == place for number in wanted):
-                return
+                break
             if all(number < 0 for number in wanted):
                 where = ", ".join(f"{r}: {_CALLS[Place(n)]}" for r, n in enumerate(wanted))
                 with suppress(RuntimeError):
                     where += f"; {reason}" if (reason := self._comm.reason()) else ""
                 raise RankError(f"the ranks are in different calls ({where}); all must make them")
 
+        if place is Place.STEP:
+            self._promise()
+
+    def _promise(self) -> None:
+        """All ranks are at a step: what they have done twice they will do again."""
+        done, self._done = self._done, []
+        self._promised = deque(done if done == self._done_before else ())
+        self._done_before = done
+
+    def _keep_promise(self, wanted: int) -> bool:
+        """Do what was promised, up to what is wanted; returns whether that was among it."""
+        while self._promised:
+            number = self._promised.popleft()
+            self._do(number, number == wanted)
+            if number == wanted:
+                return True
+        return False
+
+    def _do(self, number: int, wanted: bool) -> None:  # noqa: FBT001 - as the parts have it
+        self._done.append(number)
+        self._parts[number](wanted)
+
     def _turn(self, mine: int) -> list[int]:
         wanted = [int(number) for (number,) in self._comm.exchange([mine])]
         for number in dict.fromkeys(wanted):
             if number >= 0:
-                self._parts[number](number == mine)
+                self._do(number, number == mine)
         return wanted

@@ -63,6 +63,8 @@ class Communicator:
         self.rank: int = dist.get_rank() if grouped else 0
         self.size: int = dist.get_world_size() if grouped else 1
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0")) if self.size > 1 else 0
+        self.exchanges = 0
+        """How often ranks have told each other something."""
         self._talk: Any = None
         self._data: Any = None
         self._timeout_s = 0.0
@@ -216,6 +218,7 @@ class Communicator:
         """Everybody's numbers, by rank; all give equally many."""
         if self.size == 1:
             return [list(mine)]
+        self.exchanges += 1
         numbers = torch.tensor(mine, dtype=torch.float64)
         found = torch.empty(self.size * len(mine), dtype=torch.float64)
         with self._explaining("an exchange"):

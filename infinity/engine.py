@@ -423,6 +423,11 @@ class InfinityEngine:
             spent_s=parts.phases.spent_s(),
         )
 
+    @property
+    def exchanges(self) -> int:
+        """How often the ranks have told each other what they want, so far."""
+        return self._parts.comm.exchanges
+
     def scalars(self) -> dict[str, float]:
         """Numbers of this engine so far, for TensorBoard, W&B and the like; see `EngineStats`."""
         norm = self.optimizer.global_grad_norm

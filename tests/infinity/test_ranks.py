@@ -83,38 +83,69 @@ class Experts(nn.Module):
 
 
 CHOICES = ((0, 1), (2,)), ((1, 0), (0, 1, 2)), ((), (3, 2, 1)), ((3,), (3,)), ((2, 0), ())
+ALIKE = ((0, 1), (0, 1))
+# Long enough alike for a promise, which then does not hold for one rank, for both, for neither.
+PROMISED = (*(ALIKE,) * 3, ((0, 1), (2,)), *(ALIKE,) * 3, ((3, 0), (1, 0)), ALIKE, ((), ()))
 
 
-def expert_loss(model: Callable[..., torch.Tensor], rank: int, step: int) -> torch.Tensor:
+Choices = Sequence[tuple[Sequence[int], Sequence[int]]]
+
+
+def expert_loss(
+    model: Callable[..., torch.Tensor], choices: Choices, rank: int, step: int
+) -> torch.Tensor:
     """Of one rank's choice and data at a step."""
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
-    return functional.mse_loss(model(x, CHOICES[step][rank]), torch.ones(4, 4))
+    return functional.mse_loss(model(x, choices[step][rank]), torch.ones(4, 4))
 
 
-def train_experts(config: Config) -> Weights:
+def train_experts(config: Config, choices: Choices) -> Weights:
     rank = Communicator().rank
     engine, *_ = infinity.initialize(model=Experts(4), config=config)
     with engine:
-        for step in range(len(CHOICES)):
-            engine.backward(expert_loss(engine, rank, step))
+        for step in range(len(choices)):
+            engine.backward(expert_loss(engine, choices, rank, step))
             engine.step()
         return engine.module.state_dict()
 
 
+@pytest.mark.parametrize("choices", [CHOICES, PROMISED], ids=["different", "promised"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_experts_that_only_some_ranks_use_get_the_mean_with_zero_where_unused(
-    stage: int, on_ranks: RankPool, tmp_path: Path
+    stage: int, choices: Choices, on_ranks: RankPool, tmp_path: Path
 ) -> None:
     """Collectives follow what any rank needs, so none waits for one that another never calls."""
     home = "nvme" if stage == 3 else "none"
     config = config_for(tmp_path, param=home, optimizer=home, zero_optimization={"stage": stage})
     plain = Reference(Experts(4))
-    for step in range(len(CHOICES)):
+    for step in range(len(choices)):
         # The mean over ranks: a rank that did not use an expert counts as zero.
-        plain.step([expert_loss(plain.model, rank, step) for rank in range(2)])
+        plain.step([expert_loss(plain.model, choices, rank, step) for rank in range(2)])
     expected = {k: v.detach() for k, v in plain.model.state_dict().items()}
-    for weights in on_ranks(2, train_experts, config):
+    for weights in on_ranks(2, train_experts, config, choices):
         assert_close(weights, expected, rtol=1e-5, atol=1e-6)
+
+
+def count_exchanges(config: Config) -> list[int]:
+    """How often the ranks tell each other something, step by step."""
+    engine, *_ = infinity.initialize(model=base_model(), config=config)
+    counts = []
+    with engine:
+        for step in range(6):
+            before = engine.exchanges
+            engine.backward(base_loss(engine, samples(step)))
+            engine.step()
+            counts.append(engine.exchanges - before)
+    return counts
+
+
+def test_ranks_that_do_the_same_again_need_not_tell_each_other(
+    on_ranks: RankPool, tmp_path: Path
+) -> None:
+    """From the third step on they meet once, and compare gradients and norms; that is all."""
+    for counts in on_ranks(2, count_exchanges, config_for(tmp_path)):
+        assert counts[0] > 10
+        assert counts[3:] == [3, 3, 3]
 
 
 def look_alone(config: Config) -> tuple[Weights, list[float]]:
@@ -317,9 +348,9 @@ def forget_first(config: Config) -> Weights:
     engine, *_ = infinity.initialize(model=Experts(4), config=config)
     with engine:
         for step in range(len(CHOICES)):
-            engine.backward(expert_loss(engine, rank, (step + 1) % len(CHOICES)))
+            engine.backward(expert_loss(engine, CHOICES, rank, (step + 1) % len(CHOICES)))
             engine.zero_grad()
-            engine.backward(expert_loss(engine, rank, step))
+            engine.backward(expert_loss(engine, CHOICES, rank, step))
             engine.step()
         return engine.module.state_dict()
 
@@ -331,7 +362,7 @@ def test_forgotten_gradients_are_forgotten_on_all_ranks(
     """Also those that a rank still sums when another has come to zero_grad already."""
     home = "nvme" if stage == 3 else "none"
     config = config_for(tmp_path, param=home, optimizer=home, zero_optimization={"stage": stage})
-    expected = on_ranks(2, train_experts, config)[0]
+    expected = on_ranks(2, train_experts, config, CHOICES)[0]
     for weights in on_ranks(2, forget_first, config):
         assert_equal(weights, expected)
 
