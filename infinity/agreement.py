@@ -16,6 +16,7 @@ all ranks, since all took part in it. If two cycles in a row were the same, that
 ranks to do it once more, and nothing needs to be said until the next step. A rank that comes to
 want something else keeps the promise first: it takes part in what is left of it, up to what it
 wants or to the end, and then says what it wants. So ranks that diverge lose time, and no more.
+What is promised is known ahead, so a gather begins while the model still uses the unit before.
 
 What would break it: a collective outside of this, and a part that performs another one.
 """
@@ -23,6 +24,7 @@ What would break it: a collective outside of this, and a part that performs anot
 from __future__ import annotations
 
 import enum
+import itertools
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -48,6 +50,7 @@ _CALLS: Final = {
     Place.ZERO_GRAD: "engine.zero_grad()",
 }
 
+_AHEAD: Final = 2  # of the promised; in backward a sum stands between two gathers
 Part = Callable[[bool], None]
 
 
@@ -61,21 +64,24 @@ class Agreement:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._parts: list[Part] = []
+        self._begins: list[Callable[[], None] | None] = []
         # All of these are the same on every rank, but for how much of the promise it has kept.
         self._done: list[int] = []  # since the last step
         self._done_before: list[int] = []  # in the cycle before
         self._promised: deque[int] = deque()
 
-    def add(self, part: Part) -> int:
+    def add(self, part: Part, begin: Callable[[], None] | None = None) -> int:
         """Make a collective known; every rank adds the same ones in the same order.
 
         Args:
             part: this rank's part in it; is told whether this rank wants the outcome.
+            begin: begins it, if it can go on in the background; the part then ends it.
 
         Returns:
             The number by which it is performed.
         """
         self._parts.append(part)
+        self._begins.append(begin)
         return len(self._parts) - 1
 
     def perform(self, number: int) -> None:
@@ -118,9 +124,18 @@ class Agreement:
         while self._promised:
             number = self._promised.popleft()
             self._do(number, number == wanted)
+            self._begin_next()
             if number == wanted:
                 return True
         return False
+
+    def _begin_next(self) -> None:
+        """Begin what can be begun of that which is promised next; on all ranks at this place."""
+        for number in itertools.islice(self._promised, _AHEAD):
+            begin = self._begins[number]
+            if begin is not None:
+                begin()
+                return
 
     def _do(self, number: int, wanted: bool) -> None:  # noqa: FBT001 - as the parts have it
         self._done.append(number)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -237,9 +237,23 @@ class Communicator:
         """
         if self.size == 1:
             return shard
-        with self._explaining("an all-gather"):
-            _ALL_GATHER(whole, shard, group=self._data)
+        self.begin_all_gather(shard, whole)()
         return whole
+
+    def begin_all_gather(self, shard: torch.Tensor, whole: torch.Tensor) -> Callable[[], None]:
+        """The same in the background; with more than one rank.
+
+        Returns:
+            What makes ``whole`` complete for all later work; both tensors are in use until then.
+        """
+        with self._explaining("an all-gather"):
+            work = _ALL_GATHER(whole, shard, group=self._data, async_op=True)
+
+        def finish() -> None:
+            with self._explaining("an all-gather"):
+                work.wait()
+
+        return finish
 
     def reduce_scatter(self, whole: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
         """Sum all ranks' buffers and keep the own part.

@@ -27,7 +27,7 @@ import enum
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -41,7 +41,7 @@ from infinity.unit_records import UnitRecords
 from tiering.prefetch import Prefetcher
 from tiering.spec import RecordSpec, TensorSpec
 from tiering.store import Lease
-from tiering.tiers.device import DeviceSlot, DeviceTier
+from tiering.tiers.device import DeviceSlot, DeviceTier, Hop
 from tiering.trace import Access
 
 Update: TypeAlias = Callable[[], torch.Tensor | None]
@@ -56,6 +56,16 @@ class UnitState(enum.Enum):
 
     PRESENT = "present"
     """Views of the flat buffer: memory of its own, or a lease on the shard's slot."""
+
+
+class Coming(NamedTuple):
+    """A gather that was begun."""
+
+    whole: torch.Tensor
+    finish: Callable[[], None]
+    lease: Lease | None
+    """On the own shard, if that is in host memory."""
+    hop: Hop | None
 
 
 class Unit:
@@ -102,7 +112,8 @@ class Unit:
         self._comm = comm
         self._agreement = agreement
         self._phases = phases
-        self._number = agreement.add(self._take_part)
+        self._number = agreement.add(self._take_part, self._begin_gather)
+        self._coming: Coming | None = None
         self._gathered: torch.Tensor | None = None  # by the last collective
         self._stubs = stubs
         self._lease: Lease | None = None
@@ -154,6 +165,7 @@ class Unit:
         The unit is released: what is present could still be looked at, and changed.
         """
         assert self.state is UnitState.RELEASED
+        assert self._coming is None  # or old values would come
         self.settle()
         self._update = update
         for index in updated:
@@ -209,22 +221,29 @@ class Unit:
         return flat
 
     @torch.no_grad()
-    def _take_part(self, wanted: bool) -> None:  # noqa: FBT001 - an agreement's part
-        """Give the own shard to all ranks, and get theirs."""
+    def _begin_gather(self) -> None:
+        """Give the own shard to all ranks, and begin to get theirs."""
+        if self._coming is not None:
+            return
         self._settle()
         with torch.inference_mode(mode=False):
             shard, self._updated = self._updated, None
+            lease = hop = None
             if shard is None:
                 lease = self._pager.lease(self.records.shard.key, Access.READ)
                 shard, hop = self._device.upload(lease["shard"])
-                whole = self._all_gather(shard)
-                lease.release_behind(hop)
-            else:
-                whole = self._all_gather(shard)
-        self._gathered = whole if wanted else None
+            whole = shard.new_empty(self.layout.numel)
+            self._coming = Coming(whole, self._comm.begin_all_gather(shard, whole), lease, hop)
 
-    def _all_gather(self, shard: torch.Tensor) -> torch.Tensor:
-        return self._comm.all_gather(shard, shard.new_empty(self.layout.numel))
+    def _take_part(self, wanted: bool) -> None:  # noqa: FBT001 - an agreement's part
+        """Gather with all ranks, and keep the outcome if it is wanted here."""
+        self._begin_gather()
+        coming, self._coming = self._coming, None
+        assert coming is not None
+        coming.finish()
+        if coming.lease is not None:
+            coming.lease.release_behind(coming.hop)
+        self._gathered = coming.whole if wanted else None
 
     def _computable(self, whole: torch.Tensor) -> torch.Tensor:
         """In the compute type."""
