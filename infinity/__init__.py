@@ -15,8 +15,9 @@ other ranks, `lr_schedules` and `data` what training needs beside them, `phases`
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -32,7 +33,7 @@ from infinity.lr_schedules import scheduler_of
 from infinity.optimizer import PagedAdam
 from infinity.report import EngineStats
 from tiering.aio import Faults
-from tiering.errors import ConfigError, EngineClosedError
+from tiering.errors import ConfigError, EngineClosedError, TieringWarning
 
 __all__ = [
     "Config",
@@ -47,6 +48,9 @@ __all__ = [
 ]
 
 
+ConfigSource: TypeAlias = str | os.PathLike[str] | Mapping[str, object] | Config
+
+
 class Initialized(NamedTuple):
     """What `initialize` returns, in DeepSpeed's order."""
 
@@ -59,12 +63,16 @@ class Initialized(NamedTuple):
 def initialize(  # noqa: PLR0913 - the arguments people already pass
     *,
     model: nn.Module,
-    config: str | os.PathLike[str] | Mapping[str, object] | Config,
+    config: ConfigSource | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     model_parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
     lr_scheduler: Scheduler | Callable[[PagedAdam], Scheduler] | None = None,
     training_data: Dataset[Any] | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
+    args: object = None,
+    config_params: ConfigSource | None = None,
+    dist_init_required: bool | None = None,
+    mpu: object = None,
     faults: Faults | None = None,
 ) -> Initialized:
     """Page a model's weights and optimizer state as the configuration says.
@@ -82,6 +90,11 @@ def initialize(  # noqa: PLR0913 - the arguments people already pass
             `InfinityEngine.step` steps it.
         training_data: what the returned data loader deals out to the ranks, batch by batch.
         collate_fn: how it makes a batch of samples; torch's default if None.
+        args: whose ``deepspeed_config`` is the configuration if there is no other, as scripts for
+            DeepSpeed have it.
+        config_params: an older name of ``config``.
+        dist_init_required: False: do not make a process group.
+        mpu: must be None; all ranks are data-parallel.
         faults: for tests: what goes wrong in the I/O below.
 
     Returns:
@@ -93,10 +106,15 @@ def initialize(  # noqa: PLR0913 - the arguments people already pass
             changed.
         SpaceError: the drive cannot hold the state.
     """
-    init_distributed()
+    if dist_init_required is not False:
+        init_distributed()
     comm = Communicator()
-    with comm.agree():
-        checked = load_config(config)
+    with comm.agree(), warnings.catch_warnings():
+        if comm.rank > 0:
+            warnings.simplefilter("ignore", TieringWarning)  # rank 0 says it
+        if mpu is not None:
+            raise ConfigError("mpu is for model parallelism, which there is none of; leave it out")
+        checked = load_config(_the_one(config, config_params, args))
         checked.require_resolved(
             optimizer_given=optimizer is not None, scheduler_given=lr_scheduler is not None
         )
@@ -113,6 +131,20 @@ def initialize(  # noqa: PLR0913 - the arguments people already pass
         engine.abandon()
         raise
     return Initialized(engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler)
+
+
+def _the_one(
+    config: ConfigSource | None, config_params: ConfigSource | None, args: object
+) -> ConfigSource:
+    """The configuration, wherever it was given."""
+    given = [config, config_params, getattr(args, "deepspeed_config", None)]
+    found = [source for source in given if source is not None]
+    if len(found) != 1:
+        raise ConfigError(
+            f"there must be one configuration, got {len(found)}: give initialize() config= (or "
+            "args.deepspeed_config, as scripts for DeepSpeed do)"
+        )
+    return found[0]
 
 
 def _loader(

@@ -17,7 +17,7 @@ from infinity.gradients import UnitGradients
 from infinity.partition import Extent
 from infinity.schedule import Schedule
 from infinity.unit import Unit
-from tiering.errors import ConfigError
+from tiering.errors import ConfigError, RankError
 from tiering.prefetch import Prefetcher
 from tiering.spec import RecordSpec
 from tiering.trace import Access
@@ -108,6 +108,8 @@ class States:
                 lease[field][theirs].copy_(flat[mine])
         own = unit.records.own
         part = unit.layout.parameters[index].intersect(own)
+        if field == "master":
+            unit.changed(index)
         if field == "master" and part.numel:
             with self._pager.lease(unit.records.shard.key, Access.UPDATE) as lease:
                 start = unit.layout.parameters[index].start
@@ -123,6 +125,12 @@ class States:
         self._schedule.release_all()
         self._agreement.meet(Place.STATE)
         unit, index = self._owner[parameter]
+        asked = [float(list(self._gradients).index(unit)), float(index), _FIELDS.index(field)]
+        if any(theirs != asked for theirs in self._comm.exchange(asked)):
+            raise RankError(
+                f"the ranks ask for different states; all must ask for {field} of "
+                f"{unit.names[index]!r}, as this one does"
+            )
         unit.settle()
         return unit, index
 

@@ -69,7 +69,8 @@ def _step_piece(state: AdamState, grad: torch.Tensor, *, step: int, settings: Ad
         [state.exp_avg],
         [state.exp_avg_sq],
         [],
-        [torch.full((), step - 1.0, device=grad.device)],  # the kernel counts up before it uses it
+        # The kernel counts up before it uses it; the default one would wait for a GPU to read it.
+        [torch.full((), step - 1.0, device=grad.device if settings.fused else "cpu")],
         foreach=False,
         fused=settings.fused,
         amsgrad=False,

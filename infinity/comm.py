@@ -158,7 +158,7 @@ class Communicator:
         """Say why this rank will come to no more collectives."""
         if self._reasons is not None:
             with contextlib.suppress(Exception):  # the others may be gone as well
-                self._reasons.set(f"failed/{self.rank}", " ".join(_said(error)))
+                self._reasons.set(f"failed/{self.rank}", ": ".join(_said(error)))
                 self._has_left_reason = True
 
     def withdraw_reason(self) -> None:
@@ -196,15 +196,18 @@ class Communicator:
             self._reasons.set(f"waiting/{self.rank}", "")
             if reason := self.reason():
                 return reason
-            patience_s = _LATE_S if "imed out" in str(error) else _GONE_S
+            is_late = "imed out" in str(error)
+            patience_s = _LATE_S if is_late else _GONE_S
             silent = [r for r in others if not self._is_waiting(r, patience_s)]
         except (RuntimeError, ValueError):
             return f"other ranks have gone ({error})"
         names = ", ".join(map(str, silent))
-        return (
-            f"rank {names} did not come to it within {self._timeout_s:g} s "
-            f"(tiering.collective_timeout_s), or has gone ({error})"
-        )
+        if is_late:
+            return (
+                f"rank {names} did not come to it within {self._timeout_s:g} s "
+                f"(tiering.collective_timeout_s): {error}"
+            )
+        return f"rank {names} has gone, without a reason: {error}"
 
     def _is_waiting(self, rank: int, patience_s: float) -> bool:
         with contextlib.suppress(RuntimeError, ValueError):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import nn
@@ -96,6 +96,7 @@ class InfinityEngine:
         self._initial = self._volumes()
         self.device: torch.device = self._parts.device
         self.optimizer: PagedAdam = self._parts.optimizer
+        self._has_begun = False
         self._callbacks: list[StepCallback] = []
         self._reporter = Reporter(config, rank=comm.rank)
         self.lr_scheduler: LRScheduler | None = None
@@ -108,6 +109,9 @@ class InfinityEngine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - the model's own
         """Run the model's forward: with gradients enabled for training, else to evaluate."""
         with self._in_use():
+            if not self._has_begun:
+                self._has_begun = True
+                self._reporter.begin(self.scalars())
             self._count_plain_backward()
             if self.config.fp16.auto_cast:
                 args, kwargs = tree_map(self._cast, (args, kwargs))
@@ -182,6 +186,8 @@ class InfinityEngine:
             The loss as it was given.
         """
         with self._in_use():
+            if self._parts.schedule.backward_ran:  # by the user, in the same micro-batch
+                self._refuse_if_unscaled()
             scaled = self._scaled(loss, by_accumulation=scale_wrt_gas)
             try:
                 with self._parts.phases.of("backward"):
@@ -222,9 +228,15 @@ class InfinityEngine:
             return
         self._parts.schedule.backward_ran = False
         self._count_backward()
+        self._refuse_if_unscaled()
+
+    def _refuse_if_unscaled(self) -> None:
+        """A backward of the user's has run: refuse if its loss lacked the scale."""
         is_scaled, self._is_scaled = self._is_scaled, False
         if self.optimizer.loss_scale != 1.0 and not is_scaled:
             self.optimizer.forget()
+            self._micro_steps = 0
+            self._awaits_step = False
             raise RuntimeError(
                 "loss.backward() without the loss scale that fp16 needs; call "
                 "engine.backward(loss), or engine.scale(loss).backward()"
@@ -339,6 +351,7 @@ class InfinityEngine:
             self.optimizer.zero_grad()
             self._micro_steps = 0
             self._awaits_step = False
+            self._is_scaled = False
 
     def train(self, mode: bool = True) -> InfinityEngine:  # noqa: FBT001, FBT002 - nn.Module's
         """Switch the model to training mode."""
@@ -374,6 +387,11 @@ class InfinityEngine:
         """What is partitioned: 0 nothing, 1 optimizer states, 2 gradients, 3 parameters."""
         return self.config.zero_optimization.stage
 
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The type the model computes in: that of its parameters, and of inputs to match them."""
+        return self._parts.types.compute
+
     def get_lr(self) -> list[float]:
         """Learning rate of each parameter group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
@@ -391,6 +409,16 @@ class InfinityEngine:
         """Change one of them; see `infinity.access.States.set`."""
         with self._in_use():
             self._parts.states.set(parameter, field, value)
+
+    def save_checkpoint(self, *_args: object, **_kwargs: object) -> NoReturn:
+        """Refuse: there are no checkpoints yet."""
+        raise NotImplementedError(
+            "there are no checkpoints yet; engine.module.state_dict() has the weights, and "
+            "engine.get_state(parameter, field) each parameter's fp32 weight and moments, which "
+            "set_state brings back"
+        )
+
+    load_checkpoint = save_16bit_model = save_checkpoint
 
     # -- observing and ending
 
@@ -486,8 +514,11 @@ class InfinityEngine:
         weights are wanted. A second call does nothing.
         """
         if self._finalizer.alive and os.getpid() == self._pid and not self.optimizer.torn:
-            with suppress(RankError):  # the others have gone already
-                self._parts.agreement.meet(Place.CLOSE)
+            try:
+                with suppress(RankError):  # the others have gone already
+                    self._parts.agreement.meet(Place.CLOSE)
+            finally:
+                self._finalizer()
         self._finalizer()
 
     def abandon(self) -> None:
@@ -520,7 +551,8 @@ class InfinityEngine:
         if not self._lock.acquire(blocking=False):
             raise RuntimeError("another thread is using the engine; let one do so at a time")
         try:
-            self._parts.comm.withdraw_reason()
+            if not self._parts.agreement.broken:
+                self._parts.comm.withdraw_reason()
             yield
         except BaseException as error:
             self._parts.comm.leave_reason(error)

@@ -25,7 +25,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from infinity.agreement import Agreement
+from infinity.agreement import Agreement, Collective
 from infinity.comm import Communicator
 from infinity.partition import Extent
 from infinity.unit import Unit
@@ -87,7 +87,7 @@ class UnitGradients:
         self._reduction = reduction
         # Whether gradients are collected in the record itself.
         self._in_record = on_device and (reduction.comm.size == 1 or not reduction.is_early)
-        self._number = reduction.agreement.add(self._add_sum)
+        self._number = reduction.agreement.add(Collective(self._add_sum))
         self._lease: Lease | None = None
         self._whole: torch.Tensor | None = None
         self._is_fresh = True  # nothing of this cycle is in the record
@@ -103,12 +103,7 @@ class UnitGradients:
         Raises:
             RuntimeError: the unit was updated under this very backward, or the one before.
         """
-        if self.is_spent:
-            raise RuntimeError(
-                f"parameter {self.unit.names[index]!r} got a gradient after its unit was updated: "
-                "backward ran twice before a step, or visits the parameter more than once; set "
-                "tiering.update_in_backward to false"
-            )
+        self._refuse_if_spent(index)
         whole = self._open()
         place = self.unit.layout.parameters[index]
         target = whole[place.start : place.stop].view(gradient.shape)
@@ -119,6 +114,14 @@ class UnitGradients:
             target.copy_(gradient)
         self.arrived.add(index)
         self._seen.add(index)
+
+    def _refuse_if_spent(self, index: int) -> None:
+        if self.is_spent:
+            raise RuntimeError(
+                f"the unit of parameter {self.unit.names[index]!r} was updated under backward "
+                "already: backward ran twice before a step, visits the parameter more than once, "
+                "or its gradient is asked for; set tiering.update_in_backward to false"
+            )
 
     @property
     def is_complete(self) -> bool:
@@ -195,7 +198,11 @@ class UnitGradients:
 
         Returns:
             Whether the parameter has one on this rank.
+
+        Raises:
+            RuntimeError: it was used under backward already.
         """
+        self._refuse_if_spent(index)
         self.close()
         if self._is_fresh:
             return index in self.arrived
@@ -210,6 +217,7 @@ class UnitGradients:
     @torch.no_grad()
     def write(self, index: int, value: torch.Tensor) -> None:
         """Put this rank's part of a parameter's gradient, shape (numel,), in place of what came."""
+        self._refuse_if_spent(index)
         self.close()
         fresh, self._is_fresh = self._is_fresh, False
         with self._pager.lease(self.unit.records.gradient.key, _access(fresh)) as lease:
@@ -269,9 +277,8 @@ class UnitGradients:
             whole[place.stop if index in self.arrived else place.start : padded.stop].zero_()
 
     @torch.no_grad()
-    def _add_sum(self, wanted: bool) -> None:  # noqa: FBT001 - who wants it makes no difference
+    def _add_sum(self) -> None:
         """Take part in a sum with what has come so far, and add the own part to the record."""
-        del wanted
         whole = self._open()
         device = self._reduction.device
         lease = self._pager.lease(self.unit.records.gradient.key, _access(self._is_fresh))

@@ -56,8 +56,10 @@ class Phases:
             with record_function(f"infinity.{phase} {what}".rstrip()):
                 yield
         finally:
-            self._charge()
-            self._within.pop()
+            try:
+                self._charge()
+            finally:
+                self._within.pop()
 
     def spent_s(self) -> dict[str, float]:
         """Seconds so far, by phase, and by hop of the drive as ``wait for read`` and the like."""

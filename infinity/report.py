@@ -80,6 +80,10 @@ class Reporter:
         self._last_s = time.perf_counter()
         self._last: Mapping[str, float] = {}
 
+    def begin(self, scalars: Mapping[str, float]) -> None:
+        """Training begins, with these figures; what was before is not told of."""
+        self._last_s, self._last = time.perf_counter(), dict(scalars)
+
     def wants(self, step: int) -> bool:
         """Whether this step is told of."""
         return self._every_steps > 0 and step % self._every_steps == 0

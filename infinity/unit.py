@@ -32,7 +32,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import nn
 
-from infinity.agreement import Agreement
+from infinity.agreement import Agreement, Collective
 from infinity.comm import Communicator
 from infinity.parameters import Stubs
 from infinity.partition import Extent, FlatLayout
@@ -112,9 +112,8 @@ class Unit:
         self._comm = comm
         self._agreement = agreement
         self._phases = phases
-        self._number = agreement.add(self._take_part, self._begin_gather)
+        self._number = agreement.add(Collective(self._take_part, self._begin_gather))
         self._coming: Coming | None = None
-        self._gathered: torch.Tensor | None = None  # by the last collective
         self._stubs = stubs
         self._lease: Lease | None = None
         self._slot: DeviceSlot | None = None
@@ -171,6 +170,10 @@ class Unit:
         for index in updated:
             self._changes[index] += 1
 
+    def changed(self, index: int) -> None:
+        """A parameter has got other values while it was released."""
+        self._changes[index] += 1
+
     def settle(self) -> None:
         """Make the new values, if that was put off. `update` may be called again if it failed."""
         self._settle()
@@ -200,8 +203,7 @@ class Unit:
 
     def _gather_flat(self) -> torch.Tensor:
         if self.layout.world_size > 1:
-            self._agreement.perform(self._number)
-            whole, self._gathered = self._gathered, None
+            whole = self._agreement.perform(self._number)
             assert whole is not None
             return self._computable(whole)
         updated, self._updated = self._updated, None
@@ -229,21 +231,27 @@ class Unit:
         with torch.inference_mode(mode=False):
             shard, self._updated = self._updated, None
             lease = hop = None
-            if shard is None:
-                lease = self._pager.lease(self.records.shard.key, Access.READ)
-                shard, hop = self._device.upload(lease["shard"])
-            whole = shard.new_empty(self.layout.numel)
-            self._coming = Coming(whole, self._comm.begin_all_gather(shard, whole), lease, hop)
+            try:
+                if shard is None:
+                    lease = self._pager.lease(self.records.shard.key, Access.READ)
+                    shard, hop = self._device.upload(lease["shard"])
+                whole = shard.new_empty(self.layout.numel)
+                finish = self._comm.begin_all_gather(shard, whole)
+            except BaseException:
+                if lease is not None:
+                    lease.abandon()
+                raise
+            self._coming = Coming(whole, finish, lease, hop)
 
-    def _take_part(self, wanted: bool) -> None:  # noqa: FBT001 - an agreement's part
-        """Gather with all ranks, and keep the outcome if it is wanted here."""
+    def _take_part(self) -> torch.Tensor:
+        """Gather with all ranks."""
         self._begin_gather()
         coming, self._coming = self._coming, None
         assert coming is not None
         coming.finish()
         if coming.lease is not None:
             coming.lease.release_behind(coming.hop)
-        self._gathered = coming.whole if wanted else None
+        return coming.whole
 
     def _computable(self, whole: torch.Tensor) -> torch.Tensor:
         """In the compute type."""
@@ -355,6 +363,9 @@ class Unit:
             self._adopt_tile(spec, self.flat[slice(*extent)])
         with self._pager.lease(self.records.shard.key, Access.OVERWRITE) as lease:
             lease["shard"].copy_(self.flat[slice(*self.records.own)])
+        if self._coming is not None:  # begun with the old values; every rank has these
+            self._coming.finish()
+            self._coming.whole.copy_(self.flat)
 
     def _adopt_tile(self, spec: RecordSpec, values: torch.Tensor) -> None:
         storage = self.records.shard.tensors[0].dtype

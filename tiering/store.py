@@ -330,9 +330,11 @@ class TieredStore:
                 self._finish_hop(lease)
 
     def _finish_hop(self, lease: Lease) -> None:
-        hop, then = self._behind.pop(lease)
-        self._are_behind[lease.key] -= 1
+        hop, then = self._behind[lease]
         hop.wait()
+        del self._behind[lease]  # only now, so that an interrupted wait loses nothing
+        self._are_behind[lease.key] -= 1
+        self._arrivals += 1
         lease.release()
         then()
 
@@ -425,7 +427,7 @@ class TieredStore:
         while self._behind:
             lease, (hop, _) = next(iter(self._behind.items()))
             if not hop.is_done():
-                break  # those after it have begun later
+                break  # those after it have begun later; few of them end before
             self._finish_hop(lease)
         self._take_in(list(self._moving.values()))
 

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -108,7 +109,8 @@ def _mapping(source: Source) -> Raw:
     if not isinstance(source, (str, os.PathLike)):
         raise ConfigError(f"the configuration must be a mapping or a path, got {source!r}")
     try:
-        loaded = json.loads(Path(source).read_text(encoding="utf-8"))
+        text = Path(source).read_text(encoding="utf-8")
+        loaded = json.loads(text, object_pairs_hook=_without_repetition)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"the configuration file {os.fspath(source)!r} cannot be read: {error}"
@@ -116,6 +118,15 @@ def _mapping(source: Source) -> Raw:
     if not isinstance(loaded, dict):
         raise ConfigError(f"the configuration file {os.fspath(source)!r} must hold a JSON object")
     return loaded
+
+
+def _without_repetition(pairs: list[tuple[str, object]]) -> Raw:
+    """An object of the file; JSON would silently take the last of two values."""
+    counts = Counter(key for key, _ in pairs)
+    twice = [repr(key) for key, count in counts.items() if count > 1]
+    if twice:
+        raise ValueError(f"{', '.join(twice)} stands there more than once in one section")
+    return dict(pairs)
 
 
 def _rename(raw: Raw, problems: list[str]) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated, Final, Literal
 
 from pydantic import BeforeValidator
@@ -71,8 +70,8 @@ class OffloadOptimizer(AutoSection):
     fast_init: Annotated[
         bool, NoEffect("the state is always written tile by tile", met_by=anything)
     ] = False
-    pipeline_read: Annotated[bool, NoEffect("reads always run ahead", given(True))] = False
-    pipeline_write: Annotated[bool, NoEffect("writes always run behind", given(True))] = False
+    pipeline_read: Annotated[bool, NoEffect("reads always run ahead", anything)] = False
+    pipeline_write: Annotated[bool, NoEffect("writes always run behind", anything)] = False
     ratio: Annotated[
         object, Refused("all of the optimizer's state lives on one device; use 1.0", given(1))
     ] = 1.0
@@ -162,11 +161,11 @@ class ZeroOptimization(AutoSection):
     leaf_module: Annotated[LeafModule, NullIsDefault] = LeafModule()
     stage3_param_persistence_threshold: Annotated[
         SizeOrNone | Auto,
-        NoEffect("small parameters travel with their unit, at no transfer of their own", given(0)),
+        NoEffect("small parameters travel with their unit, at no transfer of their own", anything),
     ] = "auto"
     stage3_model_persistence_threshold: Annotated[
         SizeOrNone | Auto,
-        NoEffect("small parameters travel with their unit", given(0, sys.maxsize)),
+        NoEffect("small parameters travel with their unit", anything),
     ] = "auto"
     stage3_max_live_parameters: Annotated[
         SizeOrNone | Auto, NoEffect("a unit is live only while it is used", given(10**9))

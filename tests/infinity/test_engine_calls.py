@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
+import json
 import math
 import re
 import time
@@ -31,6 +33,7 @@ from tests.infinity.conftest import (
     samples,
 )
 from tests.infinity.ranks import RankPool
+from tiering.errors import ConfigError
 
 
 def cycle(engine: InfinityEngine, number: int = 0, factor: float = 1.0) -> None:
@@ -289,3 +292,35 @@ def test_a_line_tells_of_the_loss_scale_and_of_skipped_steps(tmp_path: Path) -> 
     first, second = told.getvalue().splitlines()
     assert first.endswith(", loss scale 256")
     assert second.endswith(", loss scale 128, 1 skipped")
+
+
+def test_a_call_written_for_deepspeed_works(tmp_path: Path) -> None:
+    """With its keywords, and the configuration's file in ``args``."""
+    file = tmp_path / "ds_config.json"
+    config = config_for(tmp_path, param="none", optimizer="none")
+    file.write_text(json.dumps(config))
+    model = base_model()
+    engine, *_ = infinity.initialize(
+        args=argparse.Namespace(deepspeed_config=str(file), local_rank=0),
+        model=model,
+        model_parameters=model.parameters(),
+        dist_init_required=True,
+    )
+    with engine:
+        assert engine.compute_dtype is torch.float32
+        with pytest.raises(NotImplementedError, match="no checkpoints yet"):
+            engine.save_checkpoint(str(tmp_path), tag="last")
+    with pytest.raises(ConfigError, match="there must be one configuration, got 2"):
+        infinity.initialize(model=base_model(), config=config, config_params=config)
+    with pytest.raises(ConfigError, match="there must be one configuration, got 0"):
+        infinity.initialize(model=base_model())
+    with pytest.raises(ConfigError, match="mpu is for model parallelism"):
+        infinity.initialize(model=base_model(), config=config, mpu=object())
+
+
+def test_a_key_that_stands_twice_in_a_file_is_refused(tmp_path: Path) -> None:
+    """JSON itself would take the last."""
+    file = tmp_path / "twice.json"
+    file.write_text('{"train_batch_size": 1, "train_batch_size": 2}')
+    with pytest.raises(ConfigError, match="'train_batch_size' stands there more than once"):
+        infinity.load_config(file)

@@ -158,6 +158,22 @@ def test_a_backward_of_ones_own_needs_the_scale(tmp_path: Path) -> None:
     assert_equal(*weights)
 
 
+def test_a_part_of_a_loss_without_the_scale_is_refused(tmp_path: Path) -> None:
+    """Also where the rest of the micro-batch has it, before or behind."""
+    config = fp16(tmp_path, "none", loss_scale=256)
+    engine, *_ = infinity.initialize(model=base_model(), config=config)
+    with engine:
+        base_loss(engine, base_batches()[0]).backward()
+        with pytest.raises(RuntimeError, match="without the loss scale"):
+            engine.backward(base_loss(engine.module, base_batches()[1]))
+        engine.zero_grad()
+        engine.scale(base_loss(engine, base_batches()[0]))  # never used
+        engine.zero_grad()
+        base_loss(engine, base_batches()[0]).backward()
+        with pytest.raises(RuntimeError, match="without the loss scale"):
+            engine.step()
+
+
 @pytest.mark.parametrize("policy", ["ignore", "skip", "raise"])
 def test_gradients_that_are_not_finite_are_ignored_skipped_or_raised_as_chosen(
     policy: str, tmp_path: Path

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 import infinity
+from infinity.agreement import Agreement, Collective
 from infinity.comm import Communicator
 from tests.infinity.conftest import (
     Config,
@@ -26,7 +27,7 @@ from tests.infinity.conftest import (
     samples,
     train_part,
 )
-from tests.infinity.ranks import RankPool
+from tests.infinity.ranks import RankPool, rank_pool
 from tiering.errors import ConfigError, RankError
 
 
@@ -424,3 +425,88 @@ def test_a_rank_without_samples_steps_with_the_others(
     expected = {k: v.detach() for k, v in plain.model.state_dict().items()}
     for weights in on_ranks(2, train_without_samples, config):
         assert_close(weights, expected, rtol=1e-5, atol=1e-6)
+
+
+class MaxNorm(nn.Module):
+    """Clamps its weight in each forward, as layers with a bounded norm do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Through both."""
+        with torch.no_grad():
+            self.last.weight.clamp_(-0.05, 0.05)
+        return self.last(torch.tanh(self.first(x)))
+
+
+def max_norm_loss(model: Callable[..., torch.Tensor], step: int) -> torch.Tensor:
+    """The same on every rank."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+    return functional.mse_loss(model(x), torch.ones(4, 4))
+
+
+def train_max_norm(config: Config) -> tuple[list[float], Weights]:
+    """Long enough that gathers are promised, and begun before they are needed."""
+    model = MaxNorm()
+    engine, *_ = infinity.initialize(model=model, config=config)
+    norms = []
+    with engine:
+        for step in range(6):
+            engine.backward(max_norm_loss(engine, step))
+            engine.step()
+            norms.append(engine.get_global_grad_norm() or 0.0)
+        model.load_state_dict({k: torch.full_like(v, 0.5) for k, v in model.state_dict().items()})
+        norms.append(float(max_norm_loss(engine, 0).detach()))
+        return norms, engine.module.state_dict()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_weight_that_is_changed_while_it_is_gathered_again_is_the_changed_one(
+    stage: int, on_ranks: RankPool, tmp_path: Path
+) -> None:
+    """Though its gather for backward was begun before."""
+    config = config_for(
+        tmp_path, param="none", optimizer="none", zero_optimization={"stage": stage}
+    )
+    norms, weights = train_max_norm(config)
+    for found_norms, found in on_ranks(2, train_max_norm, config):
+        assert found_norms == pytest.approx(norms, rel=1e-4)
+        assert_close(found, weights, rtol=1e-4, atol=1e-6)
+
+
+def fail_in_a_part(_: Any) -> list[str]:
+    """Rank 1 cannot make its first collective, catches that, and goes on; what each is told."""
+    comm = Communicator()
+    comm.open(torch.device("cpu"), timeout_s=5)
+    agreement, told = Agreement(comm), []
+    failing = [comm.rank == 1]
+
+    def part() -> torch.Tensor:
+        if failing.pop() if failing else False:
+            raise OSError("the shard cannot be read")
+        return comm.all_gather(torch.full((4,), float(comm.rank)), torch.empty(8))
+
+    number = agreement.add(Collective(part))
+    for _ in range(2):
+        try:
+            agreement.perform(number)
+        except OSError as error:
+            comm.leave_reason(error)
+            told.append(str(error))
+        except RankError as error:
+            told.append(str(error))
+            break
+    comm.close()
+    return told
+
+
+def test_a_rank_that_failed_in_a_collective_gets_nothing_more_from_the_others() -> None:
+    """It would be that of another collective; the others hear why it has gone."""
+    with rank_pool() as pool:  # of its own, which is broken by this
+        first, second = pool(2, fail_in_a_part, None)
+    assert second[0] == "the shard cannot be read"
+    assert "did not make a collective that the others made" in second[1]
+    assert "rank 1 failed: OSError: the shard cannot be read" in first[0]

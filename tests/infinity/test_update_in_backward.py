@@ -105,7 +105,7 @@ def test_a_second_backward_before_the_step_is_refused(tmp_path: Path) -> None:
     engine, *_ = infinity.initialize(model=base_model(), config=early(tmp_path))
     with engine:
         engine.backward(base_loss(engine, base_batches()[0]))
-        with pytest.raises(RuntimeError, match="after its unit was updated"):
+        with pytest.raises(RuntimeError, match="was updated under backward already"):
             engine.backward(base_loss(engine, base_batches()[1]))
         with pytest.raises(EngineClosedError, match="backward was interrupted"):
             engine.step()
@@ -209,3 +209,17 @@ def test_early_gradients_need_little_room() -> None:
         for is_early in (False, True)
     ]
     assert [dict(plan.terms)["gradients"] for plan in gradient] == [2**24, 2**22]
+
+
+def test_a_gradient_that_was_used_under_backward_is_not_set_or_read(tmp_path: Path) -> None:
+    """It would be a second update of the same step."""
+    model = base_model()
+    config = config_for(tmp_path, tiering={"update_in_backward": True})
+    engine, *_ = infinity.initialize(model=model, config=config)
+    with engine:
+        engine.backward(base_loss(engine, base_batches()[0]))
+        last = model[4].weight
+        with pytest.raises(RuntimeError, match="was updated under backward already"):
+            engine.set_state(last, "gradient", torch.ones(last.shape))
+        with pytest.raises(RuntimeError, match="was updated under backward already"):
+            engine.get_state(last, "gradient")

@@ -121,3 +121,26 @@ def test_what_flush_writes_has_the_late_copies(setup: Setup) -> None:
         value(setup.store, key)
     assert setup.store.state("a") is State.COLD
     assert value(setup.store, "a") == 5
+
+
+def test_an_interrupted_wait_for_a_copy_loses_nothing(setup: Setup) -> None:
+    """The lease still ends behind it, and what follows follows."""
+    told: list[str] = []
+
+    class Interrupted(LateCopy):
+        """Ctrl-C comes in the first wait."""
+
+        def wait(self) -> None:
+            """Be interrupted once."""
+            if not told:
+                told.append("interrupted")
+                raise KeyboardInterrupt
+            super().wait()
+
+    lease = setup.store.lease("b", Access.UPDATE)
+    hop = Interrupted(functools.partial(lease["x"].fill_, 8))
+    lease.release_behind(hop, lambda: told.append("ended"))
+    with pytest.raises(KeyboardInterrupt):
+        setup.store.lease("b")
+    assert value(setup.store, "b") == 8
+    assert told == ["interrupted", "ended"]

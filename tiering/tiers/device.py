@@ -8,16 +8,18 @@ still holds a tensor of is left to that tensor, so nothing that was handed out i
 
 Note: copies that are under way
 
-A GPU's copies run beside its compute, on a stream for each direction, and nobody waits for them
-here. On the device the order is kept by events: the compute waits for an upload, an offload for the
-compute. On the host it is kept by the `Hop` that a copy returns: the host memory may be used for
-something else when that is done, so a lease ends behind it (`Lease.release_behind`).
+A GPU's copies run beside its compute, on a stream for each direction, and Python waits for them
+only when very much is on its way. On the device the order is kept by events: the compute waits for
+an upload, an offload for the compute. On the host it is kept by the `Hop` that a copy returns: the
+host memory may be used for something else when that is done, so a lease ends behind it
+(`Lease.release_behind`).
 
 What would break it: host memory that is given up, or written, while a hop still reads it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterator
@@ -110,8 +112,7 @@ class DeviceTier:
 
     Args:
         device: where the model computes.
-        ahead_bytes: most that is on its way to the device before the caller has to wait; it bounds
-            the device memory of what is uploaded before it is used.
+        ahead_bytes: most that is on its way to the device before the caller has to wait.
     """
 
     def __init__(self, device: torch.device, *, ahead_bytes: int = _AHEAD_BYTES) -> None:
@@ -119,6 +120,7 @@ class DeviceTier:
         self._spare: defaultdict[int, list[_Block]] = defaultdict(list)
         self._ahead_bytes = ahead_bytes
         self._uploads: deque[tuple[Hop, int]] = deque()
+        self._uploading_bytes = 0
         self._registered: list[int] = []
         self._up = self._down = None
         if device.type == "cuda":
@@ -134,6 +136,9 @@ class DeviceTier:
         error = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
         if int(error) == 0:
             self._registered.append(address)
+            return
+        with contextlib.suppress(RuntimeError):  # or the next call would be told of the error
+            torch.zeros(1, device=self.device)
 
     def unregister(self) -> None:
         """Wait for all copies, and take back what was registered."""
@@ -167,8 +172,12 @@ class DeviceTier:
         """
         if self._up is None or host.device.type != "cpu":
             return host, None
-        while sum(nbytes for _, nbytes in self._uploads) > self._ahead_bytes:
-            self._uploads.popleft()[0].wait()
+        while self._uploads and (
+            self._uploads[0][0].is_done() or self._uploading_bytes > self._ahead_bytes
+        ):
+            first, nbytes = self._uploads.popleft()
+            first.wait()
+            self._uploading_bytes -= nbytes
         current = torch.cuda.current_stream(self.device)
         with torch.cuda.stream(self._up):
             here = torch.empty(host.shape, dtype=host.dtype, device=self.device)
@@ -179,6 +188,7 @@ class DeviceTier:
         here.record_stream(current)
         hop = _CudaHop(event)
         self._uploads.append((hop, host.nbytes))
+        self._uploading_bytes += host.nbytes
         return here, hop
 
     def offload(self, here: torch.Tensor, host: torch.Tensor) -> Hop | None:
