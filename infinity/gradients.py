@@ -3,19 +3,23 @@
 Note: the trip of a gradient
 
 Autograd finishes a parameter's gradient; `UnitGradients.deposit` rounds it into its place in the
-unit's buffer and lets the original go. With one rank on a CPU the buffer is the gradient record
-itself, in host memory (or on the drive, when its budget cannot hold all); from a GPU it is
-offloaded there when the unit's backward is over. More micro-batches add to what is
-there. Parameters that got no gradient stay marked as such, and the update skips them, as torch
-does. At the step `take` hands over what came; the record stays until the update has used it.
+unit's buffer and lets the original go. When the unit's backward is over, `close` brings the buffer
+to the record, in host memory (or on the drive, when its budget cannot hold all). More micro-batches
+add to what is there. Parameters that got no gradient stay marked as such, and the update skips
+them, as torch does. At the step `take` hands over what came; the record stays until the update has
+used it.
 
-Note: several ranks
+Note: what the buffer is
 
-Where gradients are partitioned (stages 2 and 3), `close` sums the buffers of all ranks when the
-unit's backward is over (`reduce_scatter`), and the record holds the own part of the mean. Below, a
-rank keeps whole gradients of its own until the step, and `reduce` makes them one. A rank adds what
-it has got when the ranks come to sum a unit, be it all, a part or nothing; what comes later goes
-into a further sum. So the mean does not depend on who used what, and when.
+    one rank, record on the same device:     the record itself; `close` has only to let it go
+    one rank, record in another place:       memory of the device; `close` offloads it
+    several ranks, gradients partitioned     memory of the device; `close` sums it over the ranks
+      (stages 2 and 3):                        and adds the own part of the mean to the record
+    several ranks, gradients whole           the record itself, whole; `reduce` makes it the mean
+      (stages 0 and 1):                        at the step
+
+A rank adds what it has got when the ranks come to sum a unit, be it all, a part or nothing; what
+comes later goes into a further sum. So the mean does not depend on who used what, and when.
 """
 
 from __future__ import annotations
