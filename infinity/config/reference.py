@@ -38,7 +38,7 @@ key is of one kind:
 
 - **honoured**: it does what it says;
 - **no effect**: it is accepted and changes nothing. What a file asks for by such keys and does not
-  happen is listed in one warning;
+  happen is listed in one warning; keys that only say how fast, or by which buffers, are silent;
 - **refused**: an error says what to use instead, unless the file asks for what always happens.
 
 A section that is switched off (`"enabled": false`) is silent, whatever else is in it. Any other key
