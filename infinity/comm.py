@@ -14,6 +14,7 @@ out by the timeout.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +37,8 @@ _GONE_S: Final = 0.5  # by which they notice that a process has ended
 def init_distributed(backend: str | None = None, *, timeout_s: float | None = None) -> None:
     """Make torch's process group if a launcher such as torchrun has started several processes.
 
-    Does nothing if there is a group, or one process only. `infinity.initialize` calls it.
+    Does nothing if there is a group, or one process only. `infinity.initialize` calls it. A group
+    that is made here ends with the interpreter.
 
     Args:
         backend: of torch.distributed; None: nccl and gloo where there is a GPU, else gloo.
@@ -50,6 +52,14 @@ def init_distributed(backend: str | None = None, *, timeout_s: float | None = No
     chosen = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
     dist.init_process_group(chosen, timeout=timeout)
+    atexit.register(_end_distributed)
+
+
+def _end_distributed() -> None:
+    """What was made here ends in order: torch's threads abort an interpreter that leaves them."""
+    if dist.is_initialized():
+        with contextlib.suppress(RuntimeError, ValueError):
+            dist.destroy_process_group()
 
 
 class Communicator:
