@@ -206,12 +206,10 @@ class Unit:
             whole = self._agreement.perform(self._number)
             assert whole is not None
             return self._computable(whole)
-        updated, self._updated = self._updated, None
-        if updated is not None:
-            return self._computable(updated)
-        lease = self._pager.lease(self.records.shard.key, Access.READ)
+        shard, lease, hop = self._own_shard()
+        if lease is None:
+            return self._computable(shard)
         try:
-            shard, hop = self._device.upload(lease["shard"])
             flat = self._computable(shard)
         except BaseException:
             lease.abandon()
@@ -222,6 +220,19 @@ class Unit:
             lease.release_behind(hop)
         return flat
 
+    def _own_shard(self) -> tuple[torch.Tensor, Lease | None, Hop | None]:
+        """This rank's shard on the device, and what it comes from if it was not made there."""
+        shard, self._updated = self._updated, None
+        if shard is not None:
+            return shard, None, None
+        lease = self._pager.lease(self.records.shard.key, Access.READ)
+        try:
+            shard, hop = self._device.upload(lease["shard"])
+        except BaseException:
+            lease.abandon()
+            raise
+        return shard, lease, hop
+
     @torch.no_grad()
     def _begin_gather(self) -> None:
         """Give the own shard to all ranks, and begin to get theirs."""
@@ -229,12 +240,8 @@ class Unit:
             return
         self._settle()
         with torch.inference_mode(mode=False):
-            shard, self._updated = self._updated, None
-            lease = hop = None
+            shard, lease, hop = self._own_shard()
             try:
-                if shard is None:
-                    lease = self._pager.lease(self.records.shard.key, Access.READ)
-                    shard, hop = self._device.upload(lease["shard"])
                 whole = shard.new_empty(self.layout.numel)
                 finish = self._comm.begin_all_gather(shard, whole)
             except BaseException:
