@@ -101,6 +101,8 @@ class Parts:
     """Parameters that are not trained, with their names."""
     state_bytes: int
     """Of all records but the gradients."""
+    device_plan_bytes: int
+    """That a GPU holds at once, activations apart."""
     huge_bytes: int
     """Of the arena, on huge pages."""
 
@@ -159,9 +161,10 @@ def _build(  # noqa: PLR0913
 ) -> Parts:
     """All parts, and the empty records; the model is as it was."""
     device, plan = outline.device, outline.plan
-    arena = _arena(plan)
+    poison = config.tiering.poison
+    arena = _arena(plan, poison=poison)
     closing.callback(arena.close)
-    device_tier = DeviceTier(device)
+    device_tier = DeviceTier(device, poison=poison)
     device_tier.register(arena.memory.address, arena.capacity_bytes)
     closing.callback(device_tier.unregister)
     store = TieredStore(arena, device_tier, patience_s=config.tiering.io_timeout_s)
@@ -273,6 +276,7 @@ def _build(  # noqa: PLR0913
         kept=frozenset(kept),
         unmanaged=tuple((n, p) for n, p in model.named_parameters() if p not in trained),
         state_bytes=sum(spec.nbytes for u in units for spec in (u.records.shard, *u.records.tiles)),
+        device_plan_bytes=outline.device_bytes,
         huge_bytes=min(arena.memory.page_report().huge_bytes, arena.capacity_bytes),
     )
 
@@ -360,10 +364,10 @@ def _loss_scale(config: Config, types: Types) -> LossScale:
     )
 
 
-def _arena(plan: Plan) -> Arena:
+def _arena(plan: Plan, *, poison: bool) -> Arena:
     """Take the memory; refuse if there is not that much."""
     try:
-        return Arena(plan.arena_bytes)
+        return Arena(plan.arena_bytes, poison=poison)
     except ConfigError as error:
         raise ConfigError(
             f"the arena: {error}. It is for:{sum_of(plan.terms)}\nSet tiering.host_memory to what "

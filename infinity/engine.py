@@ -427,6 +427,7 @@ class InfinityEngine:
         parts = self._parts
         arena, store = parts.arena.stats(), parts.store.stats
         aio = [drive.aio.stats() for drive in parts.drives]
+        link = parts.device_tier.link_stats()
         volumes = tuple(map(_since, self._initial, self._volumes()))
         return EngineStats(
             steps=self.global_steps,
@@ -437,6 +438,8 @@ class InfinityEngine:
             arena_peak_bytes=arena.peak_bytes,
             arena_huge_bytes=parts.huge_bytes,
             device_spare_bytes=parts.device_tier.spare_bytes(),
+            device_plan_bytes=parts.device_plan_bytes,
+            link_bytes={"upload": link.uploaded_bytes, "offload": link.offloaded_bytes},
             nvme_read_bytes=sum(volume.read_bytes for volume in volumes),
             nvme_written_bytes=sum(volume.written_bytes for volume in volumes),
             nvme_paths=volumes,
@@ -444,6 +447,7 @@ class InfinityEngine:
             prefetch_misses=store.misses,
             prefetch_wasted=store.wasted,
             waited_s=dict(store.waited_s),
+            device_waited_s={"upload": link.upload_waited_s},
             backend=aio[0].backend if aio else "none",
             backend_reason=aio[0].backend_reason if aio else "",
             direct_io=not any(d.buffered_blocks for d in aio),

@@ -25,6 +25,7 @@ from infinity.plan import (
     Tiers,
     UnitSize,
     Wishes,
+    device_terms,
     make_plan,
     reside,
     updated_early,
@@ -33,6 +34,7 @@ from infinity.scopes import Group, Scope, find_scopes
 from infinity.unit_records import Types
 from tiering.errors import ConfigError
 from tiering.spec import Tier
+from tiering.tiers.link import AHEAD_BYTES
 
 _STORED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NAMED: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -64,6 +66,8 @@ class Outline(NamedTuple):
     whole_gradients: bool
     """Whether a rank keeps whole gradients until the step: only where they are made."""
     plan: Plan
+    device_bytes: int
+    """That a GPU holds at once, activations apart."""
 
 
 def outline_of(model: nn.Module, config: Config, comm: Communicator) -> Outline:
@@ -103,9 +107,37 @@ def outline_of(model: nn.Module, config: Config, comm: Communicator) -> Outline:
         tile_numel=_tile_numel(config, device),
     )
     stay = zero.stage < _PARAMETERS
-    return Outline(
-        device, scopes, groups, layouts, types, early, here, usual, stay, whole_gradients, plan
+    whole_bytes = {
+        group: 0 if _is_whole(layout, kinds, size, tiers) else layout.numel * kinds.compute.itemsize
+        for group, layout, kinds, size in zip(groups, layouts, types, sizes, strict=True)
+    }
+    on_device = device_terms(
+        sizes,
+        tiers,
+        used_bytes=sum(whole_bytes.values()) if stay else _active_bytes(scopes, whole_bytes),
+        tile_numel=plan.tile_numel,
+        ahead_bytes=AHEAD_BYTES,
     )
+    return Outline(
+        device=device,
+        scopes=scopes,
+        groups=groups,
+        layouts=layouts,
+        types=types,
+        early=early,
+        here=here,
+        usual_types=usual,
+        units_stay=stay,
+        whole_gradients=whole_gradients,
+        plan=plan,
+        device_bytes=sum(nbytes for _, nbytes in on_device),
+    )
+
+
+def _is_whole(layout: FlatLayout, types: Types, size: UnitSize, tiers: Tiers) -> bool:
+    """Whether a record on the device is itself what the model computes with."""
+    stays = tiers.shards is Tier.DEVICE or size.here.shard
+    return stays and layout.world_size == 1 and types.storage is types.compute
 
 
 def described(model: nn.Module, config: Config, outline: Outline) -> list[str]:

@@ -209,6 +209,43 @@ def reside(units: Sequence[UnitSize], tiers: Tiers, *, device_bytes: int) -> lis
     return list(itertools.starmap(Here, zip(*chosen, strict=True)))
 
 
+def device_terms(
+    units: Sequence[UnitSize],
+    tiers: Tiers,
+    *,
+    used_bytes: int,
+    tile_numel: int,
+    ahead_bytes: int,
+) -> list[tuple[str, int]]:
+    """What a GPU holds at once beside the model's activations: what for, and bytes.
+
+    Args:
+        units: of the model.
+        tiers: from the config.
+        used_bytes: of whole weights in use at once, as the model sees them.
+        tile_numel: most elements of a tile.
+        ahead_bytes: most that is between the caller and the device.
+    """
+    trained = [u for u in units if u.trained]
+    tiles_near, shards_near = tiers.tiles is Tier.DEVICE, tiers.shards is Tier.DEVICE
+    states = sum(u.shard_numel * STATE_BYTES for u in trained if tiles_near or u.here.tiles)
+    gradients = sum(u.gradient_bytes for u in trained if tiles_near or u.here.gradient)
+    largest_shard = max((u.shard_bytes for u in units), default=0)
+    tile_bytes = aligned_bytes(tile_numel * STATE_BYTES)
+    passing = [] if tiles_near or not trained else [tile_bytes]
+    passing += [] if shards_near else [largest_shard]
+    made = [u.gradient_bytes for u in trained if not (tiles_near or u.here.gradient)]
+    return [
+        ("weights that stay", sum(u.shard_bytes for u in units if shards_near or u.here.shard)),
+        ("optimizer states that stay", states),
+        ("gradients that stay", gradients),
+        ("weights in use", used_bytes),
+        ("copies under way", ahead_bytes + max(passing) if passing else 0),
+        ("gradients being made, and leaving", 2 * max(made, default=0)),
+        ("a gradient and new weights in the update", tile_numel * 4 + 2 * largest_shard),
+    ]
+
+
 def stays(sizes_bytes: Sequence[int], *, room_bytes: int) -> list[bool]:
     """Choose which records of one kind stay in the arena for good.
 

@@ -31,6 +31,10 @@ class EngineStats:
     """Of the arena, on huge pages."""
     device_spare_bytes: int
     """On the device, kept for flat buffers to come."""
+    device_plan_bytes: int
+    """Most that the engine means to have on a GPU at once, beside the model's activations."""
+    link_bytes: dict[str, int]
+    """Copied between host and GPU: ``upload`` and ``offload``."""
     nvme_read_bytes: int
     nvme_written_bytes: int
     nvme_paths: tuple[VolumeStats, ...]
@@ -42,6 +46,8 @@ class EngineStats:
     """Records fetched ahead and evicted unused."""
     waited_s: dict[str, float]
     """Time the caller was blocked, by hop."""
+    device_waited_s: dict[str, float]
+    """Time a GPU's compute had to wait, by hop: ``upload``. The caller may have been ahead."""
     backend: str
     backend_reason: str
     """Why not io_uring; empty when it is."""

@@ -41,7 +41,8 @@ from infinity.unit_records import UnitRecords
 from tiering.prefetch import Prefetcher
 from tiering.spec import RecordSpec, TensorSpec
 from tiering.store import Lease
-from tiering.tiers.device import DeviceSlot, DeviceTier, Hop
+from tiering.tiers.device import DeviceSlot, DeviceTier
+from tiering.tiers.link import Hop
 from tiering.trace import Access
 
 Update: TypeAlias = Callable[[], torch.Tensor | None]

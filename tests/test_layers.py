@@ -26,6 +26,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tiering.errors", "tiering.spec", "tiering.sizes", "tiering.records", "tiering.trace"),
     ("tiering.aio",),
     ("tiering.arena", "tiering.folder", "tiering.volumes", "tiering.bandwidth"),
+    ("tiering.tiers.link",),
     ("tiering.tiers",),
     ("tiering.store",),
     ("tiering.planner", "tiering.prefetch"),

@@ -36,6 +36,7 @@ from tiering.records import aligned_bytes
 from tiering.spec import RecordSpec, TensorSpec
 
 _HOLDERS_NAMED = 4  # in an error message
+_POISON = 255
 _Extent: TypeAlias = tuple[int, int]  # start, end
 
 
@@ -75,12 +76,14 @@ class Arena:
 
     Args:
         capacity_bytes: room for all slots together, rounded up to the alignment.
+        poison: debug mode: what is free is filled with bytes of 255, no number in any floating
+            type, so that whoever reads a slot before it is filled or after it was freed has NaN.
 
     Raises:
         ConfigError: not a positive size.
     """
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, *, poison: bool = False) -> None:
         if capacity_bytes <= 0:
             raise ConfigError(f"an arena needs a positive size, got {capacity_bytes} bytes")
         self._capacity_bytes = aligned_bytes(capacity_bytes)
@@ -91,6 +94,8 @@ class Arena:
         self._news: collections.deque[_Alias | Slot] = collections.deque()
         self._peak_bytes = 0
         self._pid = os.getpid()
+        self.poison = poison
+        self._poison(0, self._capacity_bytes)
 
     @property
     def capacity_bytes(self) -> int:
@@ -185,6 +190,7 @@ class Arena:
                 slot.start = end
                 self._slots[end] = slot
             self._free.gather(start, end, until=stretch[1])
+            self._poison(start, end)
             return True
 
     def _can_move(self, slot: Slot) -> bool:
@@ -254,6 +260,12 @@ class Arena:
         if slot.is_freed and not slot.is_aliased and self._slots.get(slot.start) is slot:
             del self._slots[slot.start]
             self._free.give_back(slot.start, slot.nbytes)
+            self._poison(slot.start, slot.start + slot.nbytes)
+
+    def _poison(self, start: int, end: int) -> None:
+        """Fill what is free, if this is debug mode and the memory is still there."""
+        if self.poison and self._memory is not None:
+            ctypes.memset(self._memory.address + start, _POISON, end - start)
 
     def _free_slot(self, slot: Slot) -> None:
         """The other half of `Slot.free`: never blocks, since a finalizer may be what calls it."""

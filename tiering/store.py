@@ -47,7 +47,8 @@ from tiering.arena import Arena, Placement, Slot
 from tiering.errors import RecordError, TieringWarning, TransferError, TransferTimeoutError
 from tiering.records import aligned_bytes
 from tiering.spec import RecordSpec, Tier
-from tiering.tiers.device import DeviceSlot, DeviceTier, Hop
+from tiering.tiers.device import DeviceSlot, DeviceTier
+from tiering.tiers.link import Hop
 from tiering.tiers.nvme import NvmeTier
 from tiering.trace import Access, Holding, Use
 
@@ -727,7 +728,7 @@ class TieredStore:
                 TieringWarning,
                 stacklevel=2,
             )
-        arena = Arena(nbytes)
+        arena = Arena(nbytes, poison=self.arena.poison)
         self._beside.add(arena)
         return arena.allocate(nbytes, owner=key, placement=placement)
 

@@ -59,5 +59,10 @@ class Tiering(Section):
     without clipping whose loop always steps after backward: what an update does (rates, decay) is
     settled by then, and `zero_grad` or a change of it before the step is an error.
     """
+    poison: bool = False
+    """True: for debugging. Memory that is free, in the arena and on the device, is filled with
+    bytes of 255, no number in any floating type, so that a use before arrival or after release ends
+    in NaN and not in values that happen to be right. Costs a pass over all that moves.
+    """
     max_unit_numel: Positive = 2**28
     """A list element larger than this is split into units at its children."""

@@ -7,7 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.partition import ALIGN_NUMEL
-from infinity.plan import ElementBytes, ModelSize, Tiers, UnitSize, Wishes, make_plan, stays
+from infinity.plan import (
+    ElementBytes,
+    Here,
+    ModelSize,
+    Tiers,
+    UnitSize,
+    Wishes,
+    device_terms,
+    make_plan,
+    stays,
+)
 from tiering.errors import ConfigError
 from tiering.spec import Tier
 
@@ -133,3 +143,24 @@ def test_weights_that_stay_are_as_many_as_the_config_says() -> None:
         wishes = Wishes(budget_bytes=least.arena_bytes + 2**24, resident_numel=resident_numel)
         plan = make_plan(MODEL, ALL_NVME, wishes)
         assert (plan.spare_bytes, plan.spare_weight_bytes) == (2**24, weight_bytes)
+
+
+def test_the_device_holds_what_stays_what_is_used_and_what_is_on_its_way() -> None:
+    """All terms by hand: two units, of which one gradient stays."""
+    element = ElementBytes(storage_bytes=2, gradient_bytes=2)
+    units = [
+        UnitSize(4096, trained=True, element_bytes=element, here=Here(gradient=True)),
+        UnitSize(8192, trained=True, element_bytes=element),
+    ]
+    away = Tiers(Tier.NVME, Tier.NVME)
+    terms = device_terms(units, away, used_bytes=999, tile_numel=4096, ahead_bytes=1000)
+    assert [nbytes for _, nbytes in terms] == [
+        *(0, 0, 8192),
+        *(999, 1000 + 4096 * 12, 2 * 16384, 4096 * 4 + 2 * 16384),
+    ]
+    near = Tiers(Tier.DEVICE, Tier.DEVICE)
+    terms = device_terms(units, near, used_bytes=0, tile_numel=4096, ahead_bytes=1000)
+    assert [nbytes for _, nbytes in terms] == [
+        *(3 * 8192, 3 * 4096 * 12, 3 * 8192),
+        *(0, 0, 0, 4096 * 4 + 2 * 16384),
+    ]

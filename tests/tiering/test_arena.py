@@ -440,3 +440,36 @@ def test_a_slot_that_a_tensor_looks_at_is_not_moved() -> None:
     assert not arena.join(2 * 4096, movable=slots[1:2])
     del seen
     assert arena.join(2 * 4096, movable=slots[1:2])
+
+
+def test_in_debug_mode_free_memory_is_no_number() -> None:
+    """New, freed and left behind by a move: whoever looks there too early or too late has NaN."""
+    arena = Arena(4 * PAGE, poison=True)
+    wide = record((torch.float32, (PAGE // 4,)))
+    first, second, third, fourth = (arena.allocate(PAGE, owner="a") for _ in range(4))
+    for number, slot in enumerate((first, second, third, fourth)):
+        values = slot.tensors(wide)["t0"]
+        assert bool(values.isnan().all())
+        values.fill_(number)
+    del values
+    addresses = [slot.address for slot in (first, second, third, fourth)]
+    first.free()
+    third.free()
+    freed = [(ctypes.c_float * 4).from_address(addresses[at])[0] for at in (0, 2)]
+    assert all(value != value for value in freed)  # noqa: PLR0124 - only NaN is not itself
+    assert arena.join(2 * PAGE, movable=[second])
+    assert second.tensors(wide)["t0"][0] == 1
+    joined = arena.allocate(2 * PAGE, owner="a")
+    assert bool(joined.tensors(wide)["t0"].isnan().all())
+
+
+def test_debug_mode_leaves_what_a_tensor_still_looks_at() -> None:
+    """It is filled when the last tensor over it is gone."""
+    arena = Arena(PAGE, poison=True)
+    slot = arena.allocate(4, owner="a")
+    spec = record((torch.float32, (1,)))
+    kept = slot.tensors(spec)["t0"].fill_(7)
+    slot.free()
+    assert kept[0] == 7
+    del kept
+    assert bool(arena.allocate(4, owner="b").tensors(spec)["t0"].isnan().all())

@@ -1,36 +1,25 @@
-"""The device tier: memory next to the compute, and the two hops between it and the arena.
+"""The device tier: memory next to the compute, and the way between it and the arena.
 
-On a GPU it is the GPU's memory and both hops are copies. On a CPU-only machine it is ordinary
+On a GPU it is the GPU's memory, and a `Link` copies both ways. On a CPU-only machine it is ordinary
 memory, and `upload` of a host tensor is the tensor itself: the same hop with no work.
 
 Memory is handed out as slots. A slot whose tensors are all gone is used again; one that a caller
 still holds a tensor of is left to that tensor, so nothing that was handed out is ever overwritten.
-
-Note: copies that are under way
-
-A GPU's copies run beside its compute, on a stream for each direction, and Python waits for them
-only when very much is on its way. On the device the order is kept by events: the compute waits for
-an upload, an offload for the compute. On the host it is kept by the `Hop` that a copy returns: the
-host memory may be used for something else when that is done, so a lease ends behind it
-(`Lease.release_behind`).
-
-What would break it: host memory that is given up, or written, while a hop still reads it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator
-from typing import Final, NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from tiering.spec import RecordSpec
+from tiering.tiers.link import AHEAD_BYTES, POISON, Hop, Link, LinkStats
 
-_AHEAD_BYTES: Final = 2**29
 _ALIGN_BYTES = 4096  # the arena's alignment, so that kernels see the same addresses on every tier
 
 
@@ -52,6 +41,8 @@ class DeviceSlot:
         self._handed_out: list[weakref.ref[memoryview]] = []
         if block is None:
             self._base = torch.empty(nbytes, dtype=torch.uint8, device=tier.device)
+            if tier.poison:
+                self._base.fill_(POISON)
 
     def tensors(self, spec: RecordSpec) -> dict[str, torch.Tensor]:
         """Views of the record's tensors over this slot, by name; they share one storage."""
@@ -82,83 +73,53 @@ class DeviceSlot:
             self._tier.recycle(block)
 
 
-class Hop(Protocol):
-    """A copy between the host and a device that is under way."""
-
-    def is_done(self) -> bool:
-        """Whether both ends are free."""
-        ...
-
-    def wait(self) -> None:
-        """Until it is done."""
-        ...
-
-
-class _CudaHop:
-    """One that a stream reaches."""
-
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
-
-    def is_done(self) -> bool:
-        return bool(self._event.query())
-
-    def wait(self) -> None:
-        self._event.synchronize()
-
-
 class DeviceTier:
     """Memory of one device.
 
     Args:
         device: where the model computes.
-        ahead_bytes: most that is on its way to the device before the caller has to wait.
+        ahead_bytes: most that the caller has let go and the device has not; see `tiers.link`.
+        poison: debug mode: what nobody should use is no number, see there.
     """
 
-    def __init__(self, device: torch.device, *, ahead_bytes: int = _AHEAD_BYTES) -> None:
+    def __init__(
+        self, device: torch.device, *, ahead_bytes: int = AHEAD_BYTES, poison: bool = False
+    ) -> None:
         self.device = device
+        self.poison = poison
         self._spare: defaultdict[int, list[_Block]] = defaultdict(list)
-        self._ahead_bytes = ahead_bytes
-        self._uploads: deque[tuple[Hop, int]] = deque()
-        self._uploading_bytes = 0
-        self._registered: list[int] = []
-        self._up = self._down = None
+        self._link: Link | None = None
         if device.type == "cuda":
-            self._up, self._down = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            self._link = Link(device, ahead_bytes=ahead_bytes, poison=poison)
 
     def register(self, address: int, nbytes: int) -> None:
         """Let copies reach this host memory directly; without it they go through a buffer.
 
         Does nothing on a CPU, and where the driver refuses.
         """
-        if self._up is None or not nbytes:
-            return
-        error = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
-        if int(error) == 0:
-            self._registered.append(address)
-            return
-        with contextlib.suppress(RuntimeError):  # or the next call would be told of the error
-            torch.zeros(1, device=self.device)
+        if self._link is not None and nbytes:
+            self._link.register(address, nbytes)
 
     def unregister(self) -> None:
         """Wait for all copies, and take back what was registered."""
-        if self._up is None or self._down is None:
-            return
-        self._up.synchronize()
-        self._down.synchronize()
-        while self._registered:
-            torch.cuda.cudart().cudaHostUnregister(self._registered.pop())
+        if self._link is not None:
+            self._link.close()
 
     def allocate(self, nbytes: int) -> DeviceSlot:
         """Room for ``nbytes``; used again from what was freed where that fits exactly."""
         if self.device.type != "cpu":
             return DeviceSlot(self, nbytes, None)
         spare = self._spare[nbytes]
-        return DeviceSlot(self, nbytes, spare.pop() if spare else _block(nbytes))
+        return DeviceSlot(self, nbytes, spare.pop() if spare else self._poisoned(_block(nbytes)))
 
     def recycle(self, block: _Block) -> None:
         """Take back memory that nothing refers to any more."""
-        self._spare[block.nbytes].append(block)
+        self._spare[block.nbytes].append(self._poisoned(block))
+
+    def _poisoned(self, block: _Block) -> _Block:
+        if self.poison:
+            block.array.fill(POISON)
+        return block
 
     def upload(self, host: torch.Tensor) -> tuple[torch.Tensor, Hop | None]:
         """Bring a tensor to the device.
@@ -170,26 +131,9 @@ class DeviceTier:
             The tensor on the device, complete for all later work on the current stream, and the
             copy if there is one; what is there already is given back as it is.
         """
-        if self._up is None or host.device.type != "cpu":
+        if self._link is None or host.device.type != "cpu":
             return host, None
-        while self._uploads and (
-            self._uploads[0][0].is_done() or self._uploading_bytes > self._ahead_bytes
-        ):
-            first, nbytes = self._uploads.popleft()
-            first.wait()
-            self._uploading_bytes -= nbytes
-        current = torch.cuda.current_stream(self.device)
-        with torch.cuda.stream(self._up):
-            here = torch.empty(host.shape, dtype=host.dtype, device=self.device)
-            here.copy_(host, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(self._up)
-        current.wait_event(event)
-        here.record_stream(current)
-        hop = _CudaHop(event)
-        self._uploads.append((hop, host.nbytes))
-        self._uploading_bytes += host.nbytes
-        return here, hop
+        return self._link.upload(host)
 
     def offload(self, here: torch.Tensor, host: torch.Tensor) -> Hop | None:
         """Copy what all work so far on the current stream makes of a tensor.
@@ -201,19 +145,15 @@ class DeviceTier:
         Returns:
             The copy if it is under way; None if it is done, or ordered by the stream.
         """
-        if self._down is None or host.device.type != "cpu":
+        if self._link is None or host.device.type != "cpu":
             if here.data_ptr() != host.data_ptr() or here.dtype != host.dtype:
                 host.copy_(here)
             return None
-        here = here.to(host.dtype)
-        ready, event = torch.cuda.Event(), torch.cuda.Event()
-        ready.record(torch.cuda.current_stream(self.device))
-        self._down.wait_event(ready)
-        with torch.cuda.stream(self._down):
-            host.copy_(here, non_blocking=True)
-            event.record(self._down)
-        here.record_stream(self._down)
-        return _CudaHop(event)
+        return self._link.offload(here, host)
+
+    def link_stats(self) -> LinkStats:
+        """What was copied, and waited for; nothing on a CPU."""
+        return LinkStats() if self._link is None else self._link.stats
 
     def spare_bytes(self) -> int:
         """Bytes kept for use again."""
