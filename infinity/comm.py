@@ -232,8 +232,8 @@ class Communicator:
         if self.size == 1:
             return [list(mine)]
         self.exchanges += 1
-        numbers = torch.tensor(mine, dtype=torch.float64)
-        found = torch.empty(self.size * len(mine), dtype=torch.float64)
+        numbers = torch.tensor(mine, dtype=torch.float64, device="cpu")
+        found = torch.empty(self.size * len(mine), dtype=torch.float64, device="cpu")
         with self._explaining("an exchange"):
             _ALL_GATHER(found, numbers, group=self._talk)
         return [list(map(float, part)) for part in found.view(self.size, -1).tolist()]

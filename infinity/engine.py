@@ -599,6 +599,6 @@ def _forsaking(schedule: Schedule) -> Callable[[], None]:
     def forsake() -> None:
         alive = reference()
         if alive is not None:
-            alive.forsake()
+            alive.forsake_in_child()
 
     return forsake

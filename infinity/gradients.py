@@ -109,6 +109,7 @@ class UnitGradients:
         """
         self._refuse_if_spent(index)
         whole = self._open()
+        self.unit.order.follow(whole)
         place = self.unit.layout.parameters[index]
         target = whole[place.start : place.stop].view(gradient.shape)
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
@@ -137,6 +138,7 @@ class UnitGradients:
         self._seen.clear()
         if self._whole is None:
             return
+        self.unit.order.follow(self._whole)
         if not self._in_record:
             self._reduction.agreement.perform(self._number)
             return
@@ -331,7 +333,7 @@ def square_sum(gradient: torch.Tensor) -> torch.Tensor | float:
     if gradient.device.type != "cpu":
         norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32)
         return norm.double().square()
-    squares = torch.empty(min(_PART_NUMEL, gradient.numel()), dtype=torch.float32)
+    squares = torch.empty(min(_PART_NUMEL, gradient.numel()), dtype=torch.float32, device="cpu")
     total = 0.0
     for part in gradient.split(_PART_NUMEL):
         square = squares[: part.numel()].copy_(part)

@@ -146,8 +146,8 @@ class Hooks:
     def _pack_activation(self, tensor: torch.Tensor) -> HostCopy | torch.Tensor:
         if not self._saves_on_host or tensor.device.type == "cpu":
             return tensor
-        values = torch.empty(tensor.size(), dtype=tensor.dtype, pin_memory=True)
-        return HostCopy(values.copy_(tensor), tensor.device)
+        values = torch.empty(tensor.size(), dtype=tensor.dtype, device="cpu", pin_memory=True)
+        return HostCopy(values.copy_(tensor, non_blocking=True), tensor.device)
 
     def _unpack(self, saved: SavedView | HostCopy | torch.Tensor) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):

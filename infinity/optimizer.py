@@ -29,7 +29,8 @@ goes on alone: what they decide on (norm, scale, skipping) is the same on all.
 What would break it: changing a gradient record between the step and the update. `UnitGradients`
 settles the unit before it opens the record for the next cycle. Losing an update, or making it
 twice: it is due until its last tile is done, and one that is interrupted in between tears the
-state, for good.
+state, for good. A device without memory is no such interruption: tiles that passed through it are
+new or old as a whole, and the rest is made when the unit is next needed.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
 
 import torch
@@ -70,20 +72,18 @@ class Run(NamedTuple):
     settings: AdamSettings
 
 
-class Origin(NamedTuple):
-    """Where a tile begins in its unit, and what its gradients are multiplied by."""
-
-    start: int
-    scale: float
-
-
-class Decision(NamedTuple):
-    """What a step has decided for one unit."""
+@dataclass
+class Decision:
+    """What a step has decided for one unit, and how much of it was done."""
 
     gradients: UnitGradients
     runs: Sequence[Sequence[Run]]
     """Of each tile."""
     scale: float
+    done: int = 0
+    """Tiles that are updated already: an update may be made again when memory was short."""
+    is_changing: bool = False
+    """Whether a tile at home on the device is half old, half new."""
 
 
 class StepRules(NamedTuple):
@@ -149,6 +149,7 @@ class PagedAdam(torch.optim.Optimizer):
         self._due: dict[Unit, Decision] = {}  # decided and not made yet
         self._made_early: dict[UnitGradients, Settings] = {}  # in this cycle
         self._scratch: torch.Tensor | None = None
+        self._order = device.order()  # of work on it
         self.torn = ""
         """Why weights and states are of different steps; empty when they are not."""
 
@@ -440,6 +441,10 @@ class PagedAdam(torch.optim.Optimizer):
             with torch.inference_mode(mode=False), self._phases.of("update", unit.names[0]):
                 updated = self._update_unit(decision)
             del self._due[unit]
+        except torch.OutOfMemoryError as error:
+            if decision.is_changing:
+                self.torn = f"the update of the unit of {unit.names[0]!r} had no memory: {error!r}"
+            raise  # else nothing is lost: it is made when the unit is next needed
         except BaseException as error:
             self.torn = f"the update of the unit of {unit.names[0]!r} was interrupted by {error!r}"
             raise
@@ -451,25 +456,25 @@ class PagedAdam(torch.optim.Optimizer):
         What passes through a GPU is on its way there, is updated, and on its way back, each for
         another tile; nobody waits here.
         """
-        records = decision.gradients.unit.records
-        device, key = self._device, records.shard.key
+        unit, device = decision.gradients.unit, self._device
+        records = unit.records
         gradient_lease = decision.gradients.lease()
-        shard_lease = self._pager.lease(key, Access.OVERWRITE)
+        shard_lease = self._pager.lease(records.shard.key, Access.OVERWRITE)
         try:
             gradient, gradient_hop = device.upload(gradient_lease["gradient"])
             home = shard_lease["shard"]
             is_elsewhere = home.device.type != device.device.type
             shard = torch.empty_like(home, device=device.device) if is_elsewhere else home
             start = records.own.start - records.own_of_gradient.start
-            for spec, extent, runs in zip(
-                records.tiles, records.extents, decision.runs, strict=True
+            for number, (spec, extent) in enumerate(
+                zip(records.tiles, records.extents, strict=True)
             ):
                 self._pass_tile(
                     spec,
-                    runs,
+                    decision,
+                    number,
                     gradient[slice(*extent.relative_to(start))],
                     shard[slice(*extent.relative_to(records.own.start))],
-                    Origin(extent.start, decision.scale),
                 )
                 self._pager.advance()
             shard_hop = device.offload(shard, home)
@@ -477,28 +482,43 @@ class PagedAdam(torch.optim.Optimizer):
             shard_lease.abandon()
             gradient_lease.abandon()
             raise
-        shard_lease.release_behind(shard_hop, functools.partial(self._pager.write_back, key))
+        shard_lease.release_behind(shard_hop, functools.partial(self._shard_came_home, unit))
         gradient_lease.release_behind(gradient_hop, decision.gradients.drop)
-        return shard if is_elsewhere else None
+        return shard if shard_hop is not None else None
+
+    def _shard_came_home(self, unit: Unit) -> None:
+        unit.came_home()
+        self._pager.write_back(unit.records.shard.key)
 
     def _pass_tile(
         self,
         spec: RecordSpec,
-        runs: Sequence[Run],
+        decision: Decision,
+        number: int,
         gradient: torch.Tensor,
         weights: torch.Tensor,
-        origin: Origin,
     ) -> None:
-        """Update one tile, and round its new weights into their place."""
-        device = self._device
+        """Update one tile unless it is done, and round its new weights into their place."""
+        device, start = self._device, decision.gradients.unit.records.extents[number].start
         lease = self._pager.lease(spec.key, Access.UPDATE)
         try:
             home = lease.whole()
             here, _ = device.upload(home)
             state = AdamState(**spec.views(here))
-            self._update_tile(state, runs, gradient, origin)
+            if number >= decision.done:
+                wide = self._widened(gradient, decision.scale)
+                decision.is_changing = here is home
+                for run in decision.runs[number]:
+                    part = slice(*run.extent.relative_to(start))
+                    adam_step(
+                        AdamState(*(tensor[part] for tensor in state)),
+                        wide[part],
+                        step=run.step,
+                        settings=run.settings,
+                    )
             weights.copy_(state.master)
             hop = device.offload(here, home)
+            decision.done, decision.is_changing = max(decision.done, number + 1), False
         except BaseException:
             lease.abandon()
             raise
@@ -527,27 +547,14 @@ class PagedAdam(torch.optim.Optimizer):
         if current:
             yield current
 
-    def _update_tile(
-        self, state: AdamState, runs: Sequence[Run], gradient: torch.Tensor, origin: Origin
-    ) -> None:
-        wide = self._widened(gradient)
-        if origin.scale != 1.0:
-            wide.mul_(origin.scale)
-        for run in runs:
-            part = slice(*run.extent.relative_to(origin.start))
-            adam_step(
-                AdamState(*(tensor[part] for tensor in state)),
-                wide[part],
-                step=run.step,
-                settings=run.settings,
-            )
-
-    def _widened(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The gradient in fp32, in memory of our own that serves every tile."""
+    def _widened(self, gradient: torch.Tensor, scale: float) -> torch.Tensor:
+        """The gradient in fp32, scaled, in memory of our own that serves every tile."""
         numel, device = gradient.numel(), gradient.device
         if self._scratch is None or self._scratch.numel() < numel or self._scratch.device != device:
             self._scratch = torch.empty(numel, dtype=torch.float32, device=device)
-        return self._scratch[:numel].copy_(gradient)
+        self._order.follow(self._scratch)
+        wide = self._scratch[:numel].copy_(gradient)
+        return wide.mul_(scale) if scale != 1.0 else wide
 
 
 # A scheduler made for another optimizer may be pointed at this one without a warning.

@@ -219,9 +219,16 @@ class Schedule:
             )
 
     def forsake(self) -> None:
-        """Let go of all memory without a look at it: in a forked child, and at the end."""
+        """Let go of all memory without a look at it: at the end."""
         for unit in self._present:
             unit.forsake()
+        self._present.clear()
+        self._at.clear()
+
+    def forsake_in_child(self) -> None:
+        """Forget all memory, which is the parent's."""
+        for unit in self._present:
+            unit.forsake_in_child()
         self._present.clear()
         self._at.clear()
 

@@ -23,6 +23,7 @@ autograd saved is packed as a place in the unit (see `hooks`), so nothing has to
 from __future__ import annotations
 
 import bisect
+import ctypes
 import enum
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
@@ -46,7 +47,7 @@ from tiering.tiers.link import Hop
 from tiering.trace import Access
 
 Update: TypeAlias = Callable[[], torch.Tensor | None]
-"""Makes a unit's new values; returns the new shard if it is on the device."""
+"""Makes a unit's new values; returns the new shard if it was made away from its home."""
 
 
 class UnitState(enum.Enum):
@@ -122,7 +123,8 @@ class Unit:
         self._fingerprint: bytes | None = None
         self._is_changed = False
         self._update: Update | None = None
-        self._updated: torch.Tensor | None = None  # the new shard, if it is on the device
+        self._updated: torch.Tensor | None = None  # the new shard, while it is on its way home
+        self.order = device.order()
 
     # -- into the store
 
@@ -177,14 +179,14 @@ class Unit:
 
     def settle(self) -> None:
         """Make the new values, if that was put off. `update` may be called again if it failed."""
-        self._settle()
-        self._updated = None
-
-    def _settle(self) -> None:
-        """The same, and keep the new shard for who gathers it now."""
         if self._update is not None:
+            self.order.follow()
             self._updated = self._update()
             self._update = None
+
+    def came_home(self) -> None:
+        """The new shard that the last update has made is in its record."""
+        self._updated = None
 
     # -- gather and release
 
@@ -192,8 +194,11 @@ class Unit:
     def gather(self) -> None:
         """Make the parameters present; nothing to do if they are."""
         if self.state is UnitState.PRESENT:
+            assert self.flat is not None
+            self.order.follow(self.flat)
             return
-        self._settle()
+        self.order.follow()
+        self.settle()
         with torch.inference_mode(mode=False), self._phases.of("gather", self.names[0]):
             self.flat = self._gather_flat()
             for parameter, place in zip(self.parameters, self.layout.parameters, strict=True):
@@ -223,9 +228,8 @@ class Unit:
 
     def _own_shard(self) -> tuple[torch.Tensor, Lease | None, Hop | None]:
         """This rank's shard on the device, and what it comes from if it was not made there."""
-        shard, self._updated = self._updated, None
-        if shard is not None:
-            return shard, None, None
+        if self._updated is not None:
+            return self._updated, None, None
         lease = self._pager.lease(self.records.shard.key, Access.READ)
         try:
             shard, hop = self._device.upload(lease["shard"])
@@ -239,7 +243,8 @@ class Unit:
         """Give the own shard to all ranks, and begin to get theirs."""
         if self._coming is not None:
             return
-        self._settle()
+        self.order.follow()
+        self.settle()
         with torch.inference_mode(mode=False):
             shard, lease, hop = self._own_shard()
             try:
@@ -256,6 +261,7 @@ class Unit:
         self._begin_gather()
         coming, self._coming = self._coming, None
         assert coming is not None
+        self.order.follow(coming.whole)
         coming.finish()
         if coming.lease is not None:
             coming.lease.release_behind(coming.hop)
@@ -272,6 +278,8 @@ class Unit:
         """Take the parameters' memory away, if they have any. A change by the user is kept."""
         if self.state is UnitState.RELEASED:
             return
+        assert self.flat is not None
+        self.order.follow(self.flat)
         if self.is_changed:
             self._adopt()
         self.forsake()
@@ -290,6 +298,13 @@ class Unit:
         self.state = UnitState.RELEASED
         self._fingerprint = None
         self._is_changed = False
+
+    def forsake_in_child(self) -> None:
+        """The same in a forked process, which must not give memory of a GPU back: it has none."""
+        for tensor in (self.flat, self._updated, self._coming and self._coming.whole):
+            if tensor is not None and tensor.device.type != "cpu":
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(tensor))
+        self.forsake()
 
     @property
     def holds_arena(self) -> bool:

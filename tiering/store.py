@@ -330,6 +330,13 @@ class TieredStore:
             for lease in [one for one in self._behind if one.key == key]:
                 self._finish_hop(lease)
 
+    def _finish_done_hops(self) -> bool:
+        """End the leases behind copies that have been made; whether there were any."""
+        done = [lease for lease, (hop, _) in self._behind.items() if hop.is_done()]
+        for lease in done:
+            self._finish_hop(lease)
+        return bool(done)
+
     def _finish_hop(self, lease: Lease) -> None:
         hop, then = self._behind[lease]
         hop.wait()
@@ -337,7 +344,10 @@ class TieredStore:
         self._are_behind[lease.key] -= 1
         self._arrivals += 1
         lease.release()
-        then()
+        try:
+            then()
+        except TransferError as error:  # not of what is being done now
+            self._failed_writes[lease.key] = error
 
     def commit(self, entry: Entry, access: Access) -> None:
         """The good end of a lease; called by `Lease.release`."""
@@ -425,11 +435,7 @@ class TieredStore:
 
     def poll(self) -> None:
         """Take in every hop that has ended. A failure is kept for whoever must know of it."""
-        while self._behind:
-            lease, (hop, _) = next(iter(self._behind.items()))
-            if not hop.is_done():
-                break  # those after it have begun later; few of them end before
-            self._finish_hop(lease)
+        self._finish_done_hops()
         self._take_in(list(self._moving.values()))
 
     def _take_in(self, moving: Iterable[Entry]) -> None:
@@ -520,7 +526,7 @@ class TieredStore:
         if entry.claim is not None:
             return self._take_claim(entry)
         stays = entry.state is State.RESIDENT or (entry.is_kept and entry.transfer is None)
-        if stays and entry.slot is not None and entry.leases == 1 and not entry.slot.is_aliased:
+        if stays and entry.slot is not None and entry.leases == 1 and not entry.slot.may_be_aliased:
             return entry.slot
         return self._make_slot(entry)
 
@@ -734,6 +740,8 @@ class TieredStore:
 
     def _make_room(self, entry: Entry) -> bool:
         """Take one step towards room for this, the cheapest there is. False when there is none."""
+        if self._finish_done_hops():
+            return True
         moving = [e for e in self._moving.values() if e.leases == 0]
         writing = next((e for e in moving if e.state is State.WRITING), None)
         if moving and self.arena.free_bytes >= entry.slot_bytes:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.tiering.test_store import Setup, make, put, spec, value
-from tiering.errors import RecordError
+from tiering.errors import RecordError, TransferError
 from tiering.spec import Tier
 from tiering.store import State
 from tiering.trace import Access
@@ -144,3 +144,29 @@ def test_an_interrupted_wait_for_a_copy_loses_nothing(setup: Setup) -> None:
         setup.store.lease("b")
     assert value(setup.store, "b") == 8
     assert told == ["interrupted", "ended"]
+
+
+def test_a_copy_that_is_done_frees_its_slot_whatever_began_before_it(setup: Setup) -> None:
+    """Two ways, two streams: they end in another order than they began."""
+    first, _ = read_late(setup, "a")
+    second, _ = read_late(setup, "b")
+    second.wait()
+    setup.store.poll()
+    setup.store.discard("b")
+    assert not first.is_done()
+    setup.store.flush()
+
+
+def test_what_fails_behind_a_copy_is_told_by_whoever_flushes(setup: Setup) -> None:
+    """Not by whoever happened to look whether the copy was done."""
+    lease = setup.store.lease("a")
+
+    def fail() -> None:
+        raise TransferError("the drive is gone", errno=5, path="a")
+
+    late = LateCopy(lambda: None)
+    lease.release_behind(late, fail)
+    late.wait()
+    setup.store.poll()
+    with pytest.raises(TransferError, match="gone"):
+        setup.store.flush()

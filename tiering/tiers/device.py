@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from tiering.spec import RecordSpec
-from tiering.tiers.link import AHEAD_BYTES, POISON, Hop, Link, LinkStats
+from tiering.tiers.link import AHEAD_BYTES, POISON, Hop, Link, LinkStats, Order
 
 _ALIGN_BYTES = 4096  # the arena's alignment, so that kernels see the same addresses on every tier
 
@@ -40,7 +40,8 @@ class DeviceSlot:
         self._base: torch.Tensor | None = None
         self._handed_out: list[weakref.ref[memoryview]] = []
         if block is None:
-            self._base = torch.empty(nbytes, dtype=torch.uint8, device=tier.device)
+            with torch.inference_mode(mode=False):
+                self._base = torch.empty(nbytes, dtype=torch.uint8, device=tier.device)
             if tier.poison:
                 self._base.fill_(POISON)
 
@@ -60,11 +61,16 @@ class DeviceSlot:
 
     @property
     def is_aliased(self) -> bool:
-        """Whether a tensor handed out earlier is still alive.
+        """Whether a tensor handed out earlier is still alive, as far as that is known.
 
-        On a GPU the allocator looks after that, and this is False.
+        On a GPU it is not, and this is False: see `may_be_aliased`.
         """
         return any(r() is not None for r in self._handed_out)
+
+    @property
+    def may_be_aliased(self) -> bool:
+        """Whether a tensor handed out earlier might still be alive."""
+        return self._base is not None or self.is_aliased
 
     def free(self) -> None:
         """Give the room back as soon as no tensor uses it."""
@@ -150,6 +156,10 @@ class DeviceTier:
                 host.copy_(here)
             return None
         return self._link.offload(here, host)
+
+    def order(self) -> Order:
+        """For one thing that several streams may work on."""
+        return Order(self.device)
 
     def link_stats(self) -> LinkStats:
         """What was copied, and waited for; nothing on a CPU."""

@@ -26,12 +26,15 @@ values that happen to be right.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections import deque
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from tiering.errors import TieringWarning
 
 AHEAD_BYTES: Final = 2**29
 POISON: Final = 255
@@ -72,10 +75,41 @@ class LinkStats:
     """Seconds in which the compute of the device had nothing to do but wait for an upload."""
 
 
+class Order:
+    """Keeps the order of work on one thing that is asked for on one stream, then on another.
+
+    Args:
+        device: where; on a CPU there is nothing to do.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.type == "cuda" else None
+        self._last: torch.cuda.Stream | None = None
+        self._is_shared = False
+
+    def follow(self, *tensors: torch.Tensor) -> None:
+        """Have what is asked for on the current stream from now on done after what was before.
+
+        Args:
+            tensors: that it is about to use; their memory is not used again before it is done.
+        """
+        if self._device is None:
+            return
+        current = torch.cuda.current_stream(self._device)
+        if self._last is not None and self._last != current:
+            self._is_shared = True
+            current.wait_stream(self._last)
+        if self._is_shared:
+            for tensor in tensors:
+                tensor.record_stream(current)
+        self._last = current
+
+
 class _Uploaded:
     """What was uploaded, until all tensors over it are gone."""
 
-    def __init__(self, here: torch.Tensor, *, poison: bool) -> None:
+    def __init__(self, here: torch.Tensor, stream: torch.cuda.Stream, *, poison: bool) -> None:
+        self.stream = stream
         storage = here.untyped_storage()
         self.nbytes = here.nbytes
         self._storage = storage if poison else None
@@ -119,19 +153,28 @@ class Link:
 
     def register(self, address: int, nbytes: int) -> None:
         """Let copies reach this memory directly; where the driver refuses, by a buffer of its."""
-        error = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
-        if int(error) == 0:
-            self._registered.append(address)
-            return
-        with contextlib.suppress(RuntimeError):  # or the next call would be told of the error
-            torch.zeros(1, device=self._device)
+        with torch.cuda.device(self._device):
+            error = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
+            if not error:
+                self._registered.append(address)
+                return
+            with contextlib.suppress(RuntimeError):  # or the next call would be told of the error
+                torch.zeros(1, device=self._device)
+        warnings.warn(
+            f"the driver does not pin {nbytes} bytes of host memory for copies (CUDA error "
+            f"{error}); they go through a buffer of its own, at a third of the speed",
+            TieringWarning,
+            stacklevel=2,
+        )
 
     def close(self) -> None:
         """Wait for all copies, and take back what was registered."""
-        self._up.synchronize()
-        self._down.synchronize()
-        while self._registered:
-            torch.cuda.cudart().cudaHostUnregister(self._registered.pop())
+        try:
+            self._up.synchronize()
+            self._down.synchronize()
+        finally:  # a device that has failed makes no copies
+            while self._registered:
+                torch.cuda.cudart().cudaHostUnregister(self._registered.pop())
 
     # -- copies
 
@@ -149,12 +192,13 @@ class Link:
             arrived.record(self._up)
         self._await(arrived, current)
         here.record_stream(current)
-        self._uploaded.append(_Uploaded(here, poison=self._poison))
+        self._uploaded.append(_Uploaded(here, current, poison=self._poison))
         self._stats.uploaded_bytes += host.nbytes
         return here, _CudaHop(arrived)
 
     def offload(self, here: torch.Tensor, host: torch.Tensor) -> Hop:
         """Copy what all work so far on the current stream makes of a tensor."""
+        self._wait_for_room(here.nbytes)
         here = here.to(host.dtype)
         made, arrived = torch.cuda.Event(), torch.cuda.Event()
         made.record(torch.cuda.current_stream(self._device))
@@ -163,6 +207,7 @@ class Link:
             host.copy_(here, non_blocking=True)
             arrived.record(self._down)
         here.record_stream(self._down)
+        self._leave(arrived, here.nbytes)
         self._stats.offloaded_bytes += host.nbytes
         return _CudaHop(arrived)
 
@@ -180,13 +225,16 @@ class Link:
         if not gone:
             return
         self._uploaded = [one for one in self._uploaded if one not in gone]
-        self._down.wait_stream(current)
+        for stream in {current, *(one.stream for one in gone)}:
+            self._down.wait_stream(stream)
         done = torch.cuda.Event()
         with torch.cuda.stream(self._down):
             for one in gone:
                 one.poison(self._down)
             done.record(self._down)
-        nbytes = sum(one.nbytes for one in gone)
+        self._leave(done, sum(one.nbytes for one in gone))
+
+    def _leave(self, done: torch.cuda.Event, nbytes: int) -> None:
         self._leaving.append((done, nbytes))
         self._leaving_bytes += nbytes
 
