@@ -41,6 +41,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, NoReturn, TypeAlias
 
@@ -458,9 +459,11 @@ class PagedAdam(torch.optim.Optimizer):
         """
         unit, device = decision.gradients.unit, self._device
         records = unit.records
-        gradient_lease = decision.gradients.lease()
-        shard_lease = self._pager.lease(records.shard.key, Access.OVERWRITE)
-        try:
+        with ExitStack() as failing:
+            gradient_lease = decision.gradients.lease()
+            failing.callback(gradient_lease.abandon)
+            shard_lease = self._pager.lease(records.shard.key, Access.OVERWRITE)
+            failing.callback(shard_lease.abandon)
             gradient, gradient_hop = device.upload(gradient_lease["gradient"])
             home = shard_lease["shard"]
             is_elsewhere = home.device.type != device.device.type
@@ -478,10 +481,7 @@ class PagedAdam(torch.optim.Optimizer):
                 )
                 self._pager.advance()
             shard_hop = device.offload(shard, home)
-        except BaseException:
-            shard_lease.abandon()
-            gradient_lease.abandon()
-            raise
+            failing.pop_all()
         shard_lease.release_behind(shard_hop, functools.partial(self._shard_came_home, unit))
         gradient_lease.release_behind(gradient_hop, decision.gradients.drop)
         return shard if shard_hop is not None else None

@@ -65,7 +65,9 @@ def test_twenty_steps_in_debug_mode_change_nothing(
     if memory != "auto" and (param, optimizer) != ("nvme", "nvme"):
         pytest.skip("memory is short only where all is on the drive")
     common = {"steps": 20, "loss_of": square}
-    common["batches"] = [torch.randn(16, 512, device="cuda") for _ in range(4)]
+    common["batches"] = [
+        torch.randn(16, 512, device="cuda", dtype=torch.bfloat16) for _ in range(4)
+    ]
     config: dict[str, Any] = {"gradient_clipping": 1.0, "bf16": {"enabled": True}}
     near = config_for(tmp_path, param="none", optimizer="none", **config)
     losses, weights = train(wide_model().bfloat16(), near, **common)
@@ -93,6 +95,8 @@ def uploading(nbytes: int, **options: Any) -> Iterator[tuple[DeviceTier, torch.T
 def test_debug_mode_shows_a_use_before_arrival() -> None:
     """A stream that does not wait for the copy finds no numbers where it has not come yet."""
     with uploading(2**30, poison=True) as (tier, host):
+        torch.cuda._sleep(1)  # the driver loads kernels when they are first used, and waits
+        tier.upload(host)[0][-1024:].clone()
         torch.cuda.synchronize()
         here, _ = tier.upload(host)
         hasty = torch.cuda.Stream()
@@ -168,6 +172,7 @@ class _Delayed(nn.Module):
         return out
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("home", ["none", "cpu", "nvme"])
 def test_nothing_in_forward_or_backward_waits_for_the_device(home: str, tmp_path: Path) -> None:
     """Torch refuses every call that would: Python stays ahead, so copies run under compute."""
@@ -176,8 +181,8 @@ def test_nothing_in_forward_or_backward_waits_for_the_device(home: str, tmp_path
     engine, *_ = infinity.initialize(model=wide_model().bfloat16(), config=config)
     with engine:
         for batch in batches:
-            torch.cuda.set_sync_debug_mode("error")
             try:
+                torch.cuda.set_sync_debug_mode("error")
                 loss = square(engine, batch)
                 engine.backward(loss)
             finally:
