@@ -62,6 +62,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("infinity",),
     ("infinity.demo",),
     # A measured training step, in a process of its own.
+    ("bench.steps.link",),
     ("bench.steps.model",),
     ("bench.steps.wire",),
     ("bench.steps.loop",),
@@ -78,7 +79,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("bench.steps.ideal", "bench.steps.drive", "bench.steps.contestants"),
     ("bench.steps.measure",),
     ("bench.steps.report", "bench.steps.plot"),
-    ("bench", "bench.steps", "bench.aio_bench", "bench.step_bench"),
+    ("bench", "bench.steps", "bench.aio_bench", "bench.link", "bench.step_bench"),
 )
 # Packages whose modules must each be placed: being new there is a decision.
 PLACED_ONE_BY_ONE = ("tiering", "infinity", "infinity.config", "bench")
