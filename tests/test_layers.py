@@ -66,7 +66,10 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("bench.steps.model",),
     ("bench.steps.wire",),
     ("bench.steps.loop",),
-    ("bench.steps.child_ours", "bench.steps.child_torch", "bench.steps.child_deepspeed"),
+    (
+        *("bench.steps.child_ours", "bench.steps.child_torch", "bench.steps.child_deepspeed"),
+        "bench.steps.child_device",
+    ),
     # The commands: what a measurement is, one of them, the commands made of it, what they tell.
     ("bench.job", "bench.buffers", "bench.config_file"),
     ("bench.lane",),
@@ -76,7 +79,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("bench.run", "bench.sweep", "bench.rivals", "bench.compare", "bench.small"),
     ("bench.table",),
     ("bench.report", "bench.plot"),
-    ("bench.steps.ideal", "bench.steps.drive", "bench.steps.contestants"),
+    ("bench.steps.ideal", "bench.steps.drive", "bench.steps.device", "bench.steps.contestants"),
     ("bench.steps.measure",),
     ("bench.steps.report", "bench.steps.plot"),
     ("bench", "bench.steps", "bench.aio_bench", "bench.link", "bench.step_bench"),

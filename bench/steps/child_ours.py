@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 import infinity
@@ -47,9 +49,12 @@ class Ours(Trainer):
         self._engine.step()
 
     def moved(self) -> Moved:
-        """Bytes of the drive so far."""
+        """Bytes of the drive and of the link so far."""
         stats = self._engine.stats()
-        return Moved(stats.nvme_read_bytes, stats.nvme_written_bytes)
+        link = stats.link_bytes
+        return Moved(
+            stats.nvme_read_bytes, stats.nvme_written_bytes, link["upload"], link["offload"]
+        )
 
     def begin_measuring(self) -> None:
         """Count from here."""
@@ -66,10 +71,9 @@ class Ours(Trainer):
             hits=last.prefetch_hits - first.prefetch_hits,
             misses=last.prefetch_misses - first.prefetch_misses,
             wasted=last.prefetch_wasted - first.prefetch_wasted,
-            waited_s={
-                hop: seconds - first.waited_s.get(hop, 0.0)
-                for hop, seconds in last.waited_s.items()
-            },
+            waited_s=_since(first.waited_s, last.waited_s),
+            device_waited_s=_since(first.device_waited_s, last.device_waited_s),
+            device_plan_bytes=last.device_plan_bytes,
             backend=last.backend,
             direct_io=last.direct_io,
         )
@@ -77,6 +81,11 @@ class Ours(Trainer):
     def close(self) -> None:
         """Remove the swap folder."""
         self._engine.close()
+
+
+def _since(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, float]:
+    """Seconds since then, by hop."""
+    return {hop: seconds - before.get(hop, 0.0) for hop, seconds in now.items()}
 
 
 if __name__ == "__main__":

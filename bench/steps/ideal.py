@@ -3,10 +3,12 @@
 Note: the time. A step must do its arithmetic and must move its bytes, and at best does both at
 once:
 
-    ideal = max(compute, read / reading, written / writing, (read + written) / both)
+    ideal = max(compute, drive, link)
+    drive = max(read / reading, written / writing, (read + written) / both)
+    link  = max(up / upload, down / offload, (up + down) / both)
 
-compute is the same engine's step with everything in memory, update included; reading, writing and
-both are what a probe of the drive gave in bytes a second. The largest term binds.
+compute is the same engine's step with everything on the device, update included; the speeds are
+what a probe of the drive, and of the link to a GPU, gave in bytes a second. The largest term binds.
 
 Note: the bytes. Without any memory a step reads 18 bytes a parameter: the weight (2) for forward
 and for backward, the gradient (2) and the state (12) for the update; and writes 16: gradient, state
@@ -29,20 +31,28 @@ No memory is set aside for working, so no engine can do with less, and all need 
 
 from __future__ import annotations
 
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, get_args
 
-Binding = Literal["compute", "reading", "writing", "reading and writing"]
+Binding = Literal[
+    "compute",
+    "reading",
+    "writing",
+    "reading and writing",
+    "upload",
+    "offload",
+    "upload and offload",
+]
 
 _WEIGHT: Final = 2.0  # bytes a parameter; a gradient takes as much
 _STATE: Final = 12.0
 
 
 class Speeds(NamedTuple):
-    """Of a drive, in bytes a second.
+    """Of a drive, or of the link to a GPU, in bytes a second.
 
     Args:
-        read: reading alone.
-        write: writing alone.
+        read: reading alone; of a link, uploading.
+        write: writing alone; of a link, offloading.
         mixed: both together, of one byte written for one read.
     """
 
@@ -55,12 +65,33 @@ class Traffic(NamedTuple):
     """Of a step.
 
     Args:
-        read: bytes from the drive.
-        written: bytes to it.
+        read: bytes from the drive; of a link, to the GPU.
+        written: bytes to the drive; of a link, from the GPU.
     """
 
     read: float
     written: float
+
+
+class Load(NamedTuple):
+    """What a step puts on a drive or a link.
+
+    Args:
+        traffic: the step's.
+        speeds: that it could have.
+    """
+
+    traffic: Traffic
+    speeds: Speeds
+
+    def seconds(self) -> tuple[float, float, float]:
+        """At least, for what goes the one way, for what goes the other, and for both."""
+        read, written = self.traffic
+        return (
+            read / self.speeds.read,
+            written / self.speeds.write,
+            (read + written) / self.speeds.mixed,
+        )
 
 
 class Ideal(NamedTuple):
@@ -71,31 +102,30 @@ class Ideal(NamedTuple):
         binds: the resource that takes as long.
         compute_s: of the arithmetic.
         drive_s: of the transfers; 0 without a drive.
+        link_s: of the copies; 0 without a GPU.
     """
 
     seconds: float
     binds: Binding
     compute_s: float
     drive_s: float
+    link_s: float
 
 
-def ideal(compute_s: float, traffic: Traffic, speeds: Speeds | None) -> Ideal:
+def ideal(compute_s: float, drive: Load | None, link: Load | None = None) -> Ideal:
     """The least time of a step.
 
     Args:
-        compute_s: a step in memory takes.
-        traffic: the step's.
-        speeds: the drive's; None without one.
+        compute_s: a step with everything on the device takes.
+        drive: what the step puts on it; None without one.
+        link: likewise.
     """
-    terms: dict[Binding, float] = {}
-    if speeds is not None:
-        terms["reading"] = traffic.read / speeds.read
-        terms["writing"] = traffic.written / speeds.write
-        terms["reading and writing"] = (traffic.read + traffic.written) / speeds.mixed
-    drive_s = max(terms.values(), default=0.0)
-    terms["compute"] = compute_s
+    idle = (0.0, 0.0, 0.0)
+    drive_s, link_s = (load.seconds() if load else idle for load in (drive, link))
+    names: tuple[Binding, ...] = get_args(Binding)
+    terms = dict(zip(names, (compute_s, *drive_s, *link_s), strict=True))
     binds = max(terms, key=lambda name: terms[name])
-    return Ideal(terms[binds], binds, compute_s, drive_s)
+    return Ideal(terms[binds], binds, compute_s, max(drive_s), max(link_s))
 
 
 def least_traffic(memory_bytes: float) -> Traffic:

@@ -25,10 +25,16 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class Moved(NamedTuple):
-    """Bytes so far."""
+    """Bytes so far: of drives, and of the link to a GPU."""
 
     read_bytes: int
     written_bytes: int
+    uploaded_bytes: int = 0
+    offloaded_bytes: int = 0
+
+    def since(self, before: Moved) -> Moved:
+        """What has been moved since then."""
+        return Moved(*(now - then for now, then in zip(self, before, strict=True)))
 
 
 class Trainer(abc.ABC):
@@ -179,17 +185,20 @@ def _step(trainer: Trainer, ids: torch.Tensor) -> Step:
     times.append(_now(trainer))
     trainer.update()
     times.append(_now(trainer))
-    after, kernel_after = trainer.moved(), kernel_moved()
+    after, of_kernel = trainer.moved(), kernel_moved().since(kernel)
+    moved = after.since(own) if own and after else None
     forward_s, backward_s, update_s = (b - a for a, b in itertools.pairwise(times))
     return Step(
         loss=loss.item(),
         forward_s=forward_s,
         backward_s=backward_s,
         update_s=update_s,
-        kernel_read_bytes=kernel_after.read_bytes - kernel.read_bytes,
-        kernel_written_bytes=kernel_after.written_bytes - kernel.written_bytes,
-        engine_read_bytes=after.read_bytes - own.read_bytes if own and after else None,
-        engine_written_bytes=after.written_bytes - own.written_bytes if own and after else None,
+        kernel_read_bytes=of_kernel.read_bytes,
+        kernel_written_bytes=of_kernel.written_bytes,
+        engine_read_bytes=moved and moved.read_bytes,
+        engine_written_bytes=moved and moved.written_bytes,
+        uploaded_bytes=moved and moved.uploaded_bytes,
+        offloaded_bytes=moved and moved.offloaded_bytes,
     )
 
 

@@ -1,7 +1,8 @@
 """Who runs when, and what the runs say beside each other.
 
 In each round everybody trains once, our engine with everything in memory among them; the next round
-goes the other way round. Right before a run that pages to the drive, the drive is probed. Figures
+goes the other way round. Right before a run that pages to the drive, the drive is probed, and where
+there is a GPU, the GPU and its link before each run. Figures
 are compared only within a round, since machines and drives change their speed from minute to
 minute; of these ratios the median, the least and the greatest are told.
 """
@@ -9,14 +10,16 @@ minute; of these ratios the median, the least and the greatest are told.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.contest import Ratio, ratio
+from bench.steps import device
 from bench.steps.contestants import Contestant, Ours, run_child
+from bench.steps.device import Device
 from bench.steps.drive import Drive, Probe
-from bench.steps.ideal import Ideal, Speeds, Traffic, ideal
+from bench.steps.ideal import Ideal, Load, Speeds, Traffic, ideal
 from bench.steps.wire import Outcome, Step, Training
 
 
@@ -56,10 +59,12 @@ class Measured:
     Args:
         outcome: of the child.
         drive: as the probe before it found it; None for runs without one.
+        device: the GPU, likewise.
     """
 
     outcome: Outcome
     drive: Drive | None
+    device: Device | None = None
 
     @property
     def step_s(self) -> float:
@@ -79,11 +84,33 @@ class Measured:
     def engine_traffic(self) -> Traffic | None:
         """Bytes a step, the mean, by the engine's own counters; None when it has none."""
         steps = self.outcome.measured
-        read = [s.engine_read_bytes for s in steps if s.engine_read_bytes is not None]
-        written = [s.engine_written_bytes for s in steps if s.engine_written_bytes is not None]
-        if not read or not written:
+        return _mean((step.engine_read_bytes, step.engine_written_bytes) for step in steps)
+
+    @property
+    def link_traffic(self) -> Traffic | None:
+        """Likewise over the link to the GPU, up and down; None without one."""
+        if self.device is None:
             return None
-        return Traffic(statistics.fmean(read), statistics.fmean(written))
+        steps = self.outcome.measured
+        return _mean((step.uploaded_bytes, step.offloaded_bytes) for step in steps)
+
+    @property
+    def drive_load(self) -> Load | None:
+        """What a step puts on the drive; None without one."""
+        traffic = self.engine_traffic
+        return Load(traffic, self.drive.speeds) if traffic and self.drive else None
+
+    @property
+    def link_load(self) -> Load | None:
+        """What a step puts on the link; None without one."""
+        traffic = self.link_traffic
+        return Load(traffic, self.device.link) if traffic and self.device else None
+
+
+def _mean(moved: Iterable[tuple[int | None, int | None]]) -> Traffic | None:
+    """Of each way; None if nobody counts."""
+    known = [(one, other) for one, other in moved if one is not None and other is not None]
+    return Traffic(*map(statistics.fmean, zip(*known, strict=True))) if known else None
 
 
 @dataclass(frozen=True)
@@ -143,9 +170,23 @@ class Series:
         return statistics.median(run.outcome.training_peak_bytes for run in self.runs)
 
     @property
+    def process_peak_bytes(self) -> float:
+        """Of process memory, all of it; median of the runs."""
+        return statistics.median(run.outcome.process_peak_bytes for run in self.runs)
+
+    @property
     def device_peak_bytes(self) -> float:
         """Of a GPU's memory, in the steps that count; median of the runs."""
         return statistics.median(run.outcome.device_peak_bytes for run in self.runs)
+
+    def utilisation(self, step_flop: int) -> float | None:
+        """Operations a step by what the GPU could do meanwhile; median of the runs.
+
+        Args:
+            step_flop: floating-point operations of the model in a step.
+        """
+        found = [step_flop / run.step_s / run.device.flop_per_s for run in self.runs if run.device]
+        return statistics.median(found) if found else None
 
 
 @dataclass(frozen=True)
@@ -221,13 +262,12 @@ class Result:
 
     def _ideals(self, series: Series) -> Iterator[Ideal]:
         for run, memory in zip(series.runs, self.in_memory.runs, strict=True):
-            speeds = run.drive.speeds if run.drive else None
-            yield ideal(memory.step_s, run.engine_traffic or Traffic(0, 0), speeds)
+            yield ideal(memory.step_s, run.drive_load, run.link_load)
 
-    def speeds(self, series: Series) -> Speeds | None:
-        """Of the drive before these runs, each the median; None without one."""
-        found = [run.drive.speeds for run in series.runs if run.drive]
-        return Speeds(*map(statistics.median, zip(*found, strict=True))) if found else None
+
+def middle_speeds(found: Sequence[Speeds]) -> Speeds | None:
+    """Of some probes, each the median; None if there are none."""
+    return Speeds(*map(statistics.median, zip(*found, strict=True))) if found else None
 
 
 def measure(training: Training, plan: Plan, *, advance: Callable[[str], None]) -> Result:
@@ -241,14 +281,18 @@ def measure(training: Training, plan: Plan, *, advance: Callable[[str], None]) -
     Raises:
         ConfigError: it cannot be measured as asked.
         ContestantError: an engine failed.
+        DeviceError: the GPU failed.
         TransferError: the drive failed.
     """
     contestants = plan.contestants
     runs: list[list[Measured]] = [[] for _ in contestants]
+    has_gpu = True  # until we know better
     for number in range(plan.rounds):
         for index in _order(len(contestants), number):
             advance(f"round {number + 1}, {contestants[index].name}")
-            run = _run(contestants[index], training, plan)
+            gpu = device.look() if has_gpu else None
+            has_gpu = gpu is not None
+            run = _run(contestants[index], training, plan, gpu)
             runs[index].append(run)
             training = replace(training, compute_dtype=run.outcome.compute_dtype)
     pairs = zip(contestants, runs, strict=True)
@@ -260,12 +304,12 @@ def _order(count: int, number: int) -> Sequence[int]:
     return forth if number % 2 == 0 else forth[::-1]
 
 
-def _run(contestant: Contestant, training: Training, plan: Plan) -> Measured:
+def _run(contestant: Contestant, training: Training, plan: Plan, gpu: Device | None) -> Measured:
     drive = None
     if contestant.uses_drive and isinstance(contestant, Ours) and plan.root is not None:
         drive = Probe(plan.root, plan.probe_s, plan.probe_bytes).look()
     outcome = run_child(contestant, training, root=plan.root, limit_s=plan.limit_s)
-    return Measured(outcome, drive)
+    return Measured(outcome, drive, gpu)
 
 
 def _versus(ours: Series, other: Series) -> Versus:

@@ -65,6 +65,23 @@ class Shape:
         """Elements of the largest parameter."""
         return self.width * max(4 * self.width, self.vocabulary, self.context)
 
+    def step_flop(self, batch: int) -> int:
+        """Floating-point operations of a step: forward and backward, without what is recomputed.
+
+        6 N T + 12 L W S T, where T are the step's tokens, N the parameters that are multiplied
+        with (all but the two tables, which are only looked up in), L layers, W width and S context.
+        A parameter takes a product and a sum for each token in forward, and twice that in backward;
+        so do the two products of attention, counted as if nothing were masked.
+
+        Source: Chowdhery et al., PaLM, 2022, appendix B.
+
+        Args:
+            batch: windows.
+        """
+        tables = (self.vocabulary + self.context) * self.width
+        attention = 12 * self.layers * self.width * self.context
+        return (6 * (self.parameter_numel - tables) + attention) * batch * self.context
+
 
 SIZES = {
     # Many small blocks, so that a quarter of their states still holds a few of them at once.

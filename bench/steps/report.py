@@ -16,9 +16,10 @@ from bench.contest import Ratio
 from bench.facts import MachineFacts
 from bench.report import Json
 from bench.steps.contestants import Contestant
+from bench.steps.device import Device
 from bench.steps.drive import Drive
-from bench.steps.ideal import Ideal, Traffic, ideal, least_traffic
-from bench.steps.measure import Measured, Result, Series, Share
+from bench.steps.ideal import Ideal, Load, Speeds, Traffic, ideal, least_traffic
+from bench.steps.measure import Measured, Result, Series, Share, middle_speeds
 from bench.steps.wire import Paging
 from tiering.sizes import format_bytes
 
@@ -30,13 +31,34 @@ _GB: Final = 1e9
 
 
 def least_ideal(result: Result, series: Series) -> tuple[Traffic, Ideal]:
-    """What a perfect engine with this memory would move, bytes a parameter, and its step."""
+    """What a perfect engine with this memory would move, bytes a parameter, and its step.
+
+    Over the link to a GPU it moves what ours does.
+    """
     numel = series.last.parameter_numel
     paging = series.last.paging
     traffic = least_traffic(paging.arena_budget_bytes / numel if paging else 0.0)
     whole = Traffic(traffic.read * numel, traffic.written * numel)
     compute_s = result.in_memory.seconds().median
-    return traffic, ideal(compute_s, whole, result.speeds(series))
+    speeds = _drive_speeds(series)
+    drive = Load(whole, speeds) if speeds else None
+    return traffic, ideal(compute_s, drive, series.runs[-1].link_load)
+
+
+def _drive_speeds(series: Series) -> Speeds | None:
+    return middle_speeds([run.drive.speeds for run in series.runs if run.drive])
+
+
+def _link_speeds(series: Series) -> Speeds | None:
+    return middle_speeds([run.device.link for run in series.runs if run.device])
+
+
+def _utilisation(result: Result, series: Series) -> float | None:
+    return series.utilisation(result.training.shape.step_flop(result.training.batch))
+
+
+def _tokens_per_s(result: Result, series: Series) -> float:
+    return result.training.batch * result.training.shape.context / series.seconds().median
 
 
 # JSON
@@ -77,7 +99,13 @@ def _series_json(result: Result, series: Series) -> Json:
         "engine_bytes_per_parameter": _traffic_json(
             series.bytes_per_parameter(lambda run: run.engine_traffic)
         ),
+        "link_bytes_per_parameter": _link_json(
+            series.bytes_per_parameter(lambda run: run.link_traffic)
+        ),
+        "tokens_per_s": _tokens_per_s(result, series),
+        "model_flop_utilisation": _utilisation(result, series),
         "peak_memory_bytes": series.peak_bytes,
+        "process_peak_memory_bytes": series.process_peak_bytes,
         "training_peak_memory_bytes": series.training_peak_bytes,
         "device_peak_memory_bytes": series.device_peak_bytes,
         "runs": [_run_json(run) for run in series.runs],
@@ -104,10 +132,24 @@ def _traffic_json(traffic: Traffic | None) -> Json | None:
     return traffic._asdict() if traffic else None
 
 
+def _link_json(moved: Traffic | Speeds | None) -> Json | None:
+    """Named as a link's ways are."""
+    return dict(zip(("upload", "offload", "both"), moved, strict=False)) if moved else None
+
+
 def _run_json(run: Measured) -> Json:
     return {
         **dataclasses.asdict(run.outcome),
         "drive": _drive_json(run.drive) if run.drive else None,
+        "device": _device_json(run.device) if run.device else None,
+    }
+
+
+def _device_json(device: Device) -> Json:
+    return {
+        "name": device.name,
+        "link_bytes_per_s": _link_json(device.link),
+        "flop_per_s": device.flop_per_s,
     }
 
 
@@ -138,7 +180,9 @@ def _speed_table(result: Result) -> Table:
         f"{result.plan.rounds} x {training.steps} steps"
     )
     table = _table(
-        title, "who", "s a step", "forward", "backward", "update", "share of ideal", "binds"
+        title,
+        *("who", "s a step", "forward", "backward", "update", "tokens/s", "MFU"),
+        *("share of ideal", "binds"),
     )
     for series in result.series:
         parts = (
@@ -151,6 +195,8 @@ def _speed_table(result: Result) -> Table:
             series.name,
             _ratio(series.seconds()),
             *(f"{part.median:.3f}" for part in parts),
+            f"{_tokens_per_s(result, series):,.0f}",
+            "-" if (mfu := _utilisation(result, series)) is None else f"{mfu:.1%}",
             *_share(share),
         )
     return table
@@ -160,18 +206,19 @@ def _share(share: Share | None) -> tuple[str, str]:
     if share is None:
         return "-", "-"
     low, high = share.of_measured.least, share.of_measured.greatest
-    binds, compute_s, drive_s = share.ideal[1:]
+    binds, compute_s, drive_s, link_s = share.ideal[1:]
+    link = f", link {link_s:.3f} s" if link_s else ""
     return (
         f"{share.of_measured.median:.0%} ({low:.0%} to {high:.0%})",
-        f"{binds}: compute {compute_s:.3f} s, drive {drive_s:.3f} s",
+        f"{binds}: compute {compute_s:.3f} s, drive {drive_s:.3f} s{link}",
     )
 
 
 def _traffic_table(result: Result) -> Table:
     table = _table(
         "bytes a parameter a step, read / written; process memory over its start, at most",
-        *("who", "engine's count", "kernel's count", "a perfect engine"),
-        *("memory, MB", "in training, MB", "bytes a parameter", "GPU, MB"),
+        *("who", "engine's count", "kernel's count", "a perfect engine", "link, up / down"),
+        *("memory, MB", "in training, MB", "bytes a parameter", "process, MB", "GPU, MB (planned)"),
     )
     for series in result.series:
         least = "-"
@@ -182,34 +229,50 @@ def _traffic_table(result: Result) -> Table:
             _traffic(series.bytes_per_parameter(lambda run: run.engine_traffic)),
             _traffic(series.bytes_per_parameter(lambda run: run.kernel_traffic)),
             least,
+            _traffic(series.bytes_per_parameter(lambda run: run.link_traffic)),
             f"{series.peak_bytes / _MB:.0f}",
             f"{series.training_peak_bytes / _MB:.0f}",
             f"{series.training_peak_bytes / series.last.parameter_numel:.1f}",
-            f"{series.device_peak_bytes / _MB:.0f}" if series.device_peak_bytes else "-",
+            f"{series.process_peak_bytes / _MB:.0f}",
+            _device_memory(series),
         )
     return table
+
+
+def _device_memory(series: Series) -> str:
+    if not series.device_peak_bytes:
+        return "-"
+    paging = series.last.paging
+    planned = f" ({paging.device_plan_bytes / _MB:.0f})" if paging else ""
+    return f"{series.device_peak_bytes / _MB:.0f}{planned}"
 
 
 def _paging_table(result: Result) -> Table:
     table = _table(
         "our engine in the last run's measured steps",
-        *("who", "arena, MB of budget", "huge pages", "hits", "misses", "wasted", "waited", "by"),
+        *("who", "arena, MB of budget", "huge pages", "hits", "misses", "wasted"),
+        *("caller waited", "GPU waited", "by"),
     )
     for series in result.paged:
         if series.last.paging:
-            table.add_row(series.name, *_paging(series.last.paging))
+            on_gpu = series.runs[-1].device is not None
+            table.add_row(series.name, *_paging(series.last.paging, on_gpu=on_gpu))
     return table
 
 
-def _paging(paging: Paging) -> tuple[str, ...]:
-    waited = ", ".join(f"{hop} {seconds:.2f} s" for hop, seconds in paging.waited_s.items())
+def _paging(paging: Paging, *, on_gpu: bool) -> tuple[str, ...]:
+    by_caller, by_gpu = (
+        ", ".join(f"{hop} {seconds:.2f} s" for hop, seconds in waited.items())
+        for waited in (paging.waited_s, paging.device_waited_s)
+    )
     return (
         f"{paging.arena_peak_bytes / _MB:.1f} of {paging.arena_budget_bytes / _MB:.1f}",
         format_bytes(paging.arena_huge_bytes),
         str(paging.hits),
         str(paging.misses),
         str(paging.wasted),
-        waited,
+        by_caller,
+        by_gpu if on_gpu else "-",
         paging.backend + ("" if paging.direct_io else ", page cache"),
     )
 
@@ -236,7 +299,7 @@ def _loss_table(result: Result) -> Table:
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left")
     for name in columns:
-        is_text = name in {"who", "binds", "waited", "by", "ours", "other"}
+        is_text = name in {"who", "binds", "caller waited", "GPU waited", "by", "ours", "other"}
         table.add_column(name, justify="left" if is_text else "right", overflow="fold")
     return table
 
@@ -251,11 +314,21 @@ def _traffic(traffic: Traffic | None) -> str:
 
 def _facts(result: Result, machine: MachineFacts) -> Iterator[tuple[str, str]]:
     for series in result.paged:
-        speeds = result.speeds(series)
+        speeds = _drive_speeds(series)
         if speeds:
             read, write, mixed = (speed / _GB for speed in speeds)
             found = f"{read:.2f} GB/s reading, {write:.2f} writing, {mixed:.2f} both at once"
             yield f"drive before {series.name}", found
+        speeds = _link_speeds(series)
+        if speeds:
+            up, down, both = (speed / _GB for speed in speeds)
+            found = f"{up:.1f} GB/s upload, {down:.1f} offload, {both:.1f} both at once"
+            yield f"link before {series.name}", found
+    gpus = [run.device for run in chain(*(one.runs for one in result.series)) if run.device]
+    if gpus:
+        tera = [gpu.flop_per_s / 1e12 for gpu in gpus]
+        found = f"{min(tera):.0f} to {max(tera):.0f} TFLOP/s in products of bf16 matrices"
+        yield "GPU", f"{gpus[-1].name}, {found}"
     drives = [run.drive for run in chain(*(one.runs for one in result.series)) if run.drive]
     if drives:
         path, engine = drives[-1].path, drives[-1].engine

@@ -73,6 +73,8 @@ class Step:
         kernel_written_bytes: to drives, likewise.
         engine_read_bytes: as the engine counts them; None when it does not.
         engine_written_bytes: likewise.
+        uploaded_bytes: to a GPU, as the engine counts them; None when it does not.
+        offloaded_bytes: from it, likewise.
     """
 
     loss: float
@@ -83,6 +85,8 @@ class Step:
     kernel_written_bytes: int
     engine_read_bytes: int | None
     engine_written_bytes: int | None
+    uploaded_bytes: int | None = None
+    offloaded_bytes: int | None = None
 
     @property
     def seconds(self) -> float:
@@ -103,6 +107,8 @@ class Paging:
         misses: that did not.
         wasted: records fetched ahead in these steps and evicted unused.
         waited_s: seconds the caller was blocked in these steps, by hop.
+        device_waited_s: seconds a GPU had nothing to do but wait in these steps, by hop.
+        device_plan_bytes: that the engine means to have on a GPU at most, activations apart.
         backend: that moved the bytes.
         direct_io: no block went through the page cache.
     """
@@ -115,6 +121,8 @@ class Paging:
     misses: int
     wasted: int
     waited_s: dict[str, float]
+    device_waited_s: dict[str, float]
+    device_plan_bytes: int
     backend: str
     direct_io: bool
 
@@ -148,6 +156,11 @@ class Outcome:
     training_peak_bytes: int
     paging: Paging | None
     device_peak_bytes: int = 0
+
+    @property
+    def process_peak_bytes(self) -> int:
+        """Of memory, resident at most, with all that was there at the start."""
+        return self.start_bytes + self.peak_bytes
 
     @property
     def measured(self) -> tuple[Step, ...]:

@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
+from bench.facts import machine_facts
+from bench.report import show
 from bench.step_bench import budget, main
+from bench.steps import report
 from bench.steps.contestants import Ours, PlainTorch
-from bench.steps.ideal import Speeds, Traffic, ideal, least_traffic
+from bench.steps.device import Device
+from bench.steps.ideal import Load, Speeds, Traffic, ideal, least_traffic
 from bench.steps.measure import Measured, Plan, Result, Series
 from bench.steps.model import SIZES
-from bench.steps.wire import Outcome, Step, Training
+from bench.steps.wire import Outcome, Paging, Step, Training
 
 DEEPSPEED_VARIABLE = "ZERO_INFINITY_DEEPSPEED_PYTHON"
 QUARTER = "ours 1/4 of states"
@@ -109,6 +114,8 @@ def test_every_figure_of_a_paged_step_is_reported(in_turns: dict[str, Any]) -> N
     assert run["paging"]["waited_s"].keys() == {"read", "write"}
     assert 0 < run["paging"]["arena_peak_bytes"] <= run["paging"]["arena_budget_bytes"]
     assert run["peak_bytes"] >= run["training_peak_bytes"] > 0
+    whole = paged["process_peak_memory_bytes"]
+    assert whole == run["start_bytes"] + run["peak_bytes"]
     assert paged["engine_bytes_per_parameter"]["written"] > 0
     assert paged["ideal"]["binds"] in {"compute", "reading", "writing", "reading and writing"}
     assert paged["share_of_ideal"]["median"] > 0
@@ -208,12 +215,29 @@ SPEEDS = Speeds(read=2.0, write=1.0, mixed=2.5)
 def test_the_slowest_resource_makes_the_ideal(
     compute_s: float, traffic: Traffic, seconds: float, binds: str
 ) -> None:
-    found = ideal(compute_s, traffic, SPEEDS)
+    found = ideal(compute_s, Load(traffic, SPEEDS))
     assert (found.seconds, found.binds) == (seconds, binds)
 
 
+@pytest.mark.parametrize(
+    ("link", "seconds", "binds"),
+    [
+        (Traffic(14, 0), 7.0, "upload"),
+        (Traffic(0, 7), 7.0, "offload"),
+        (Traffic(13, 7), 8.0, "upload and offload"),
+        (Traffic(1, 1), 6.0, "reading and writing"),
+    ],
+)
+def test_the_link_to_a_gpu_is_a_resource_like_the_drive(
+    link: Traffic, seconds: float, binds: str
+) -> None:
+    drive = Load(Traffic(10, 5), SPEEDS)
+    found = ideal(1.0, drive, Load(link, Speeds(read=2.0, write=1.0, mixed=2.5)))
+    assert (found.seconds, found.binds, found.drive_s) == (seconds, binds, 6.0)
+
+
 def test_without_a_drive_computing_is_all() -> None:
-    assert ideal(2.0, Traffic(0, 0), None) == (2.0, "compute", 2.0, 0.0)
+    assert ideal(2.0, None) == (2.0, "compute", 2.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -261,6 +285,60 @@ def test_ratios_are_taken_within_a_round_and_warm_up_steps_do_not_count() -> Non
     assert result.share(paged).of_measured == (0.5, 0.5, 0.5)
     assert paged.bytes_per_parameter(lambda run: run.kernel_traffic) == (4.0, 2.0)
     assert paged.bytes_per_parameter(lambda run: run.engine_traffic) is None
+
+
+def on_gpu(seconds: float, device: Device) -> Measured:
+    """A run of 2 steps on a GPU, in each of which 60 bytes go up and 30 come back."""
+    run = measured(seconds, seconds)
+    steps = [replace(s, uploaded_bytes=60, offloaded_bytes=30) for s in run.outcome.steps]
+    paging = Paging(
+        *(140, 40, 40, 0, 1, 2, 0),
+        waited_s={"read": 0.0},
+        device_waited_s={"upload": 0.25},
+        device_plan_bytes=3_000_000,
+        backend="none",
+        direct_io=True,
+    )
+    return Measured(
+        replace(run.outcome, steps=tuple(steps), paging=paging, device_peak_bytes=4_000_000),
+        None,
+        device,
+    )
+
+
+def test_what_a_gpu_gives_is_set_beside_what_a_step_takes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    training = Training(SIZES["tiny"], batch=2)
+    flop = SIZES["tiny"].step_flop(2)
+    device = Device("a GPU", Speeds(read=20.0, write=20.0, mixed=30.0), flop_per_s=flop)
+    ours = Ours("ours", "cpu")
+    plan = Plan((ours,), (), 1, None, 1.0, 2**20, 1.0)
+    series = (
+        Series(Ours(), (on_gpu(1.0, device),)),
+        Series(ours, (on_gpu(4.0, device),)),
+    )
+    result = Result(training, plan, series)
+    share = result.share(series[1])
+    assert share.ideal == (3.0, "upload", 1.0, 0.0, 3.0)
+    assert share.of_measured.median == 0.75
+    assert series[1].utilisation(flop) == 0.25
+    machine = machine_facts()
+    show(report.tables(result, machine))
+    said = capsys.readouterr().out
+    for text in (
+        "25.0%",
+        "6.00 / 3.00",
+        "4 (3)",
+        "upload 0.25 s",
+        "upload: compute",
+        "link 3.000 s",
+    ):
+        assert text in said
+    (_, found) = report.as_json(result, machine)["contestants"]
+    assert found["link_bytes_per_parameter"] == {"upload": 6.0, "offload": 3.0}
+    assert found["tokens_per_s"] == 2 * SIZES["tiny"].context / 4.0
+    assert found["runs"][0]["device"]["link_bytes_per_s"]["both"] == 30.0
 
 
 def test_with_everything_in_memory_the_step_is_its_own_ideal() -> None:

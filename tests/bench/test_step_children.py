@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from bench.steps import device
+from bench.steps.child_device import flop_per_s, link_bytes_per_s
 from bench.steps.contestants import ContestantError, DeepSpeed, Ours, run_child
+from bench.steps.link import Pieces
 from bench.steps.loop import PeakMemory, kernel_moved
 from bench.steps.model import SIZES, Shape, batches, build
 from bench.steps.wire import Training
@@ -92,6 +95,33 @@ def test_a_shape_knows_its_parameters(name: str) -> None:
 @pytest.mark.parametrize(("name", "millions"), [("30m", 30), ("120m", 120), ("134m", 134)])
 def test_a_size_has_the_parameters_it_is_named_for(name: str, millions: int) -> None:
     assert SIZES[name].parameter_numel / 1e6 == pytest.approx(millions, rel=0.01)
+
+
+def test_a_models_operations_are_those_of_its_products() -> None:
+    shape = Shape(layers=2, width=16, heads=2, vocabulary=11, context=5)
+    products = 2 * 12 * 16**2 + 11 * 16  # parameters in matrices that are multiplied with
+    vectors = 2 * 13 * 16 + 2 * 16
+    attention = 2 * 12 * 16 * 5
+    assert shape.step_flop(3) == (6 * (products + vectors) + attention) * 15
+
+
+def test_a_gpu_is_looked_for_in_a_process_of_its_own() -> None:
+    found = device.look()
+    assert (found is not None) == torch.cuda.is_available()
+    assert found is None or min(*found.link, found.flop_per_s) > 0
+
+
+def test_a_gpu_that_fails_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_CHILD", "bench.steps.nowhere")
+    with pytest.raises(device.DeviceError, match="No module named bench"):
+        device.look()
+
+
+def test_the_probes_of_a_gpu_count_what_they_do() -> None:
+    cpu = torch.device("cpu")
+    speeds = link_bytes_per_s(cpu, Pieces(4096, 2))
+    assert speeds.keys() == {"upload", "offload", "both"}
+    assert min(*speeds.values(), flop_per_s(cpu, 16)) > 0
 
 
 def test_widening_in_the_layers_equals_widening_the_weights() -> None:
