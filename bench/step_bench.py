@@ -144,6 +144,7 @@ def _training(options: argparse.Namespace) -> Training:
         threads=options.threads,
         clipping=options.clipping,
         checkpointing=options.checkpointing,
+        deterministic=options.deterministic,
     )
 
 
@@ -264,6 +265,12 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--batch", type=_count, default=1, help="windows a step (default: 1)")
     group.add_argument(
         "--checkpointing", action="store_true", help="recompute each block in backward"
+    )
+    group.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="have torch add up in one order always, so that losses can be compared to the last "
+        "bit; slower on a GPU",
     )
     group.add_argument(
         "--clipping",

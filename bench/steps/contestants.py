@@ -248,6 +248,9 @@ def _train(contestant: Contestant, run: Run, place: Path, limit_s: float) -> Non
         # Extensions are built by tools that stand beside the interpreter.
         beside = str(python.absolute().parent)
         environment["PATH"] = os.pathsep.join([beside, environment.get("PATH", "")])
+    if run.training.deterministic:
+        # Without it cuBLAS takes whichever workspace is free, and may add up in another order.
+        environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     try:
         child = subprocess.run(  # noqa: S603 - the user's own interpreter
             [str(python.absolute()), "-m", contestant.module, str(place / "outcome.json")],

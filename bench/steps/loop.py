@@ -119,6 +119,10 @@ def serve(make: Callable[[Run], Trainer]) -> None:
     run = Run.of(json.load(sys.stdin))
     if run.training.threads:
         torch.set_num_threads(run.training.threads)
+    if run.training.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)  # noqa: FBT003 - torch's
+        # A guard against reading what was never written, which costs a pass over all memory.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     _awaken_torch()
     memory = PeakMemory()
     outcome = measure(run, make, memory)

@@ -253,6 +253,13 @@ class Result:
         others = [one for one in self.series if one.name in names]
         return tuple(_versus(ours, other) for ours in self.paged for other in others)
 
+    @property
+    def equal_steps(self) -> int:
+        """Steps whose loss is equal to the last bit in all runs of ours, with any budget."""
+        runs = [run for one in (self.in_memory, *self.paged) for run in one.runs]
+        losses = [[step.loss for step in run.outcome.steps] for run in runs]
+        return sum(len(set(of_step)) == 1 for of_step in zip(*losses, strict=True))
+
     def share(self, series: Series) -> Share:
         """How near one of ours came to the ideal of the bytes it moved."""
         ideals = list(self._ideals(series))

@@ -73,6 +73,7 @@ def as_json(result: Result, machine: MachineFacts) -> Json:
         "machine": machine._asdict(),
         "rounds": result.plan.rounds,
         "contestants": [_series_json(result, one) for one in result.series],
+        "our_equal_steps": result.equal_steps,
         "versus": [
             {
                 **dataclasses.asdict(one),
@@ -289,7 +290,12 @@ def _versus_table(result: Result) -> Table:
 
 
 def _loss_table(result: Result) -> Table:
-    table = _table("loss of every step, first round", "step", *(one.name for one in result.series))
+    total = len(result.in_memory.last.steps)
+    title = (
+        f"loss of every step, first round; in all runs of ours {result.equal_steps} of {total} "
+        "steps have losses equal to the last bit"
+    )
+    table = _table(title, "step", *(one.name for one in result.series))
     losses = [[step.loss for step in one.runs[0].outcome.steps] for one in result.series]
     for number, row in enumerate(zip(*losses, strict=True), start=1):
         table.add_row(str(number), *(f"{loss:.6f}" for loss in row))

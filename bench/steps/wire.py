@@ -25,6 +25,7 @@ class Training:
         threads: torch computes with; 0: its own choice.
         clipping: largest norm of the gradients; 0: they are not clipped.
         checkpointing: whether blocks are recomputed in backward.
+        deterministic: whether torch takes those kernels that always add up in one order.
     """
 
     shape: Shape
@@ -37,6 +38,7 @@ class Training:
     threads: int = 0
     clipping: float = 1.0
     checkpointing: bool = False
+    deterministic: bool = False
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,7 @@ def test_everybody_has_the_same_losses(in_turns: dict[str, Any]) -> None:
     assert [one["name"] for one in in_turns["contestants"]] == names
     in_memory, paged, plain = (losses(contestant(in_turns, name)) for name in names)
     assert paged == in_memory
+    assert in_turns["our_equal_steps"] == 3
     assert plain[0] == pytest.approx(paged[0], rel=1e-3)
 
 
@@ -339,6 +340,22 @@ def test_what_a_gpu_gives_is_set_beside_what_a_step_takes(
     assert found["link_bytes_per_parameter"] == {"upload": 6.0, "offload": 3.0}
     assert found["tokens_per_s"] == 2 * SIZES["tiny"].context / 4.0
     assert found["runs"][0]["device"]["link_bytes_per_s"]["both"] == 30.0
+
+
+def test_steps_are_equal_if_all_runs_of_ours_say_so() -> None:
+    def run(*losses: float) -> Measured:
+        one = measured(*([1.0] * len(losses)))
+        steps = [replace(s, loss=x) for s, x in zip(one.outcome.measured, losses, strict=True)]
+        return Measured(replace(one.outcome, steps=tuple(steps), warmup=0), None)
+
+    ours = Ours("ours", "cpu")
+    plan = Plan((ours,), (PlainTorch(),), 2, None, 1.0, 2**20, 1.0)
+    series = (
+        Series(Ours(), (run(1.0, 2.0, 3.0), run(1.0, 2.0, 3.0))),
+        Series(ours, (run(1.0, 2.0, 3.0), run(1.0, 2.5, 3.0))),
+        Series(PlainTorch(), (run(0.0, 0.0, 0.0), run(0.0, 0.0, 0.0))),
+    )
+    assert Result(Training(SIZES["tiny"]), plan, series).equal_steps == 2
 
 
 def test_with_everything_in_memory_the_step_is_its_own_ideal() -> None:

@@ -47,6 +47,14 @@ def test_an_interpreter_without_deepspeed_is_told_of(tmp_path: Path) -> None:
         run_child(DeepSpeed(python), brief(), root=tmp_path, limit_s=60)
 
 
+def test_a_deterministic_child_is_told_before_it_starts(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho it has $CUBLAS_WORKSPACE_CONFIG\nexit 3\n")
+    python.chmod(0o755)
+    with pytest.raises(ContestantError, match="it has :4096:8"):
+        run_child(DeepSpeed(python), brief(deterministic=True), root=tmp_path, limit_s=60)
+
+
 def test_an_interpreter_that_is_none_is_told_of(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be run"):
         run_child(DeepSpeed(tmp_path / "none"), brief(), root=tmp_path, limit_s=60)
