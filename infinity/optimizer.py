@@ -425,8 +425,14 @@ class PagedAdam(torch.optim.Optimizer):
         for index in updated:
             parameter = unit.parameters[index]
             self._steps[parameter] = self._steps.get(parameter, 0) + 1
+        whole = list(self._runs(unit, updated, settings))
         runs = [
-            list(self._runs(unit, updated, extent, settings)) for extent in unit.records.extents
+            [
+                run._replace(extent=part)
+                for run in whole
+                if (part := run.extent.intersect(tile)).numel
+            ]
+            for tile in unit.records.extents
         ]
         self._due[unit] = Decision(gradients, runs, scale)
         unit.update_by(functools.partial(self._update, unit), updated)
@@ -528,13 +534,12 @@ class PagedAdam(torch.optim.Optimizer):
         self,
         unit: Unit,
         updated: AbstractSet[int],
-        tile: Extent,
         settings: Settings,
     ) -> Iterator[Run]:
-        """The tile's updated elements, neighbours with equal step and settings as one."""
+        """The own part's updated elements, neighbours with equal step and settings as one."""
         current = None
         for index, parameter in enumerate(unit.parameters):
-            extent = unit.layout.padded(index).intersect(tile)
+            extent = unit.layout.padded(index).intersect(unit.records.own)
             if not extent.numel or index not in updated:
                 continue
             run = Run(extent, self._steps[parameter], settings[parameter])

@@ -40,7 +40,7 @@ _STORED_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NAMED: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _FP32: Final = Types(torch.float32, torch.float32, torch.float32)
 # On a GPU: what stays there, what passes from the host, and what comes from the drive.
-_TILE_NUMELS: Final = {"none": 2**24, "cpu": 2**22, "nvme": 2**21}
+_TILE_NUMELS: Final = {"none": 2**26, "cpu": 2**22, "nvme": 2**21}
 _STATES, _GRADIENTS, _PARAMETERS = 1, 2, 3  # the stages from which on these are partitioned
 # What may differ from rank to rank.
 _OWN_SETTINGS: Final = ("nvme_path", "nvme_paths", "host_memory", "local_rank")

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import Final
 
 import torch
@@ -42,24 +43,26 @@ class Phases:
         self._last_s = time.perf_counter()
         self._last_waited_s = 0.0
 
-    @contextmanager
-    def of(self, phase: str, what: str = "") -> Iterator[None]:
+    def of(self, phase: str, what: str = "") -> AbstractContextManager[None]:
         """Charge the time of the body to this phase.
 
         Args:
             phase: forward, backward, gather, reduce, update, or another name.
             what: of the model, for the profiler.
         """
+        return _Phase(self, phase, what)
+
+    def begin(self, phase: str) -> None:
+        """Charge the time from here on to this phase, until `end`."""
         self._charge()
         self._within.append(phase)
+
+    def end(self) -> None:
+        """Charge the time from here on to the phase around."""
         try:
-            with record_function(f"infinity.{phase} {what}".rstrip()):
-                yield
+            self._charge()
         finally:
-            try:
-                self._charge()
-            finally:
-                self._within.pop()
+            self._within.pop()
 
     def spent_s(self) -> dict[str, float]:
         """Seconds so far, by phase, and by hop of the drive as ``wait for read`` and the like."""
@@ -73,6 +76,34 @@ class Phases:
         now_s, waited_s = time.perf_counter(), sum(self._waited_s().values())
         self._spent_s[self._within[-1]] += now_s - self._last_s - waited_s + self._last_waited_s
         self._last_s, self._last_waited_s = now_s, waited_s
+
+
+class _Phase(AbstractContextManager[None]):
+    """One phase, and its range if somebody is profiling: ranges cost time even if nobody is."""
+
+    def __init__(self, phases: Phases, phase: str, what: str) -> None:
+        self._phases = phases
+        self._phase = phase
+        self._what = what
+        self._range: record_function | None = None
+
+    def __enter__(self) -> None:
+        self._phases.begin(self._phase)
+        if torch._C._autograd._profiler_enabled():  # noqa: SLF001 - has no other name
+            self._range = record_function(f"infinity.{self._phase} {self._what}".rstrip())
+            self._range.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if self._range is not None:
+                self._range.__exit__(kind, value, trace)
+        finally:
+            self._phases.end()
 
 
 def finisher(device: torch.device) -> Callable[[], None] | None:

@@ -331,9 +331,8 @@ class Unit:
     def note_changes(self) -> None:
         """Count what can be seen at once: weights changed in place, or given other data."""
         assert self.flat is not None
-        now = self._versions_now()
-        if now != self._versions or any(self._moved()):
-            moved = self._moved()
+        now, moved = self._versions_now(), self._moved()
+        if now != self._versions or any(moved):
             for index, (old, new) in enumerate(zip(self._versions, now, strict=True)):
                 self._changes[index] += old != new or moved[index]
             self._take_back(moved)
@@ -342,9 +341,18 @@ class Unit:
 
     def version_at(self, offset: int) -> int:
         """How often the parameter at this element of the flat buffer has changed."""
-        if self.state is UnitState.PRESENT:
+        index = max(bisect.bisect_right(self._starts, offset) - 1, 0)
+        if self.state is UnitState.PRESENT and self._looks_changed(index):
             self.note_changes()
-        return self._changes[max(bisect.bisect_right(self._starts, offset) - 1, 0)]
+        return self._changes[index]
+
+    def _looks_changed(self, index: int) -> bool:
+        """Whether one parameter's version or place is another than when it was last noted."""
+        assert self.flat is not None
+        parameter, place = self.parameters[index], self.layout.parameters[index]
+        at = self.flat.data_ptr() + place.start * self.flat.element_size()
+        is_elsewhere = parameter.numel() > 0 and parameter.data_ptr() != at
+        return is_elsewhere or parameter._version != self._versions[index]  # noqa: SLF001
 
     def _take_back(self, moved: Sequence[bool]) -> None:
         """Copy parameters that were given other data to their places, and point them there."""

@@ -142,18 +142,33 @@ class Lease:
         self._store = store
         self._entry = entry
         self._access = access
-        self._tensors: dict[str, torch.Tensor] | None = slot.tensors(entry.spec)
+        self._slot: Slot | DeviceSlot | None = slot
+        self._tensors: dict[str, torch.Tensor] = {}
+        if access is Access.READ:  # the record may get another slot: these keep this one
+            self._tensors = slot.tensors(entry.spec)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """The tensor of that name. A view of it may outlive the lease and keeps its memory."""
-        if self._tensors is None:
-            raise RecordError(f"record {self._entry.spec.key!r}: the lease was released")
+        slot = self._open_slot()
+        if not self._tensors:
+            self._tensors = slot.tensors(self._entry.spec)
         return self._tensors[name]
+
+    def _open_slot(self) -> Slot | DeviceSlot:
+        if self._slot is None:
+            raise RecordError(f"record {self._entry.spec.key!r}: the lease was released")
+        return self._slot
+
+    def _end(self) -> bool:
+        """Whether this ends it; a second end is none."""
+        was_open = self._slot is not None
+        self._slot = None
+        self._tensors = {}
+        return was_open
 
     def release(self) -> None:
         """End the use; what was written is the record's contents now. Twice is once."""
-        if self._tensors is not None:
-            self._tensors = None
+        if self._end():
             self._store.commit(self._entry, self._access)
 
     def release_behind(self, hop: Hop | None, then: Callable[[], None] = _nothing) -> None:
@@ -176,16 +191,11 @@ class Lease:
 
     def whole(self) -> torch.Tensor:
         """All tensors of the record as one, uint8, of which `RecordSpec.views` makes them again."""
-        if self._tensors is None:
-            raise RecordError(f"record {self._entry.spec.key!r}: the lease was released")
-        slot = self._entry.filling if self._access is Access.OVERWRITE else self._entry.slot
-        assert slot is not None
-        return slot.tensors(self._entry.spec.as_bytes)["bytes"]
+        return self._open_slot().tensors(self._entry.spec.as_bytes)["bytes"]
 
     def abandon(self) -> None:
         """End the use after a failure: what was overwritten beside its old contents keeps them."""
-        if self._tensors is not None:
-            self._tensors = None
+        if self._end():
             self._store.abandon(self._entry, self._access)
 
     def __enter__(self) -> Lease:
@@ -225,6 +235,7 @@ class TieredStore:
         self._failed_join = 0, -1  # how large, and at which of them
         self._idle: dict[State, dict[str, Entry]] = {State.CLEAN: {}, State.DIRTY: {}}
         self._kept: dict[str, Entry] = {}  # CLEAN or DIRTY without leases, like those in _idle
+        self._absent: set[str] = set()  # records of the drive that have no slot
         self._claims: dict[str, Entry] = {}  # the first to be used come first
         self._failed_writes: dict[str, TransferError] = {}
         self._clean_bytes = 0
@@ -259,6 +270,7 @@ class TieredStore:
             drive.create(spec)
         self._has_drive |= home is Tier.NVME
         self._entries[spec.key] = Entry(spec, home, drive)
+        self._list(self._entries[spec.key])
 
     def keep(self, key: str) -> None:
         """Have a record of the drive stay in the arena once it is there, and not be written.
@@ -503,6 +515,10 @@ class TieredStore:
         if use.key in self._idle[State.CLEAN]:
             return nothing._replace(evictable_bytes=entry.slot_bytes)
         return nothing
+
+    def lacks_nothing(self) -> bool:
+        """Whether all records of the drive are in the arena."""
+        return not self._absent
 
     def room_bytes(self) -> int:
         """Arena bytes that are free or can be given up at once, without I/O."""
@@ -804,6 +820,10 @@ class TieredStore:
             if entries.pop(key, None) is not None and entries is self._idle[State.CLEAN]:
                 self._clean_bytes -= entry.slot_bytes
         self._kept.pop(key, None)
+        if entry.slot is None and entry.home is Tier.NVME:
+            self._absent.add(key)
+        else:
+            self._absent.discard(key)
         if entry.leases == 0 and entry.state in self._idle:
             if entry.is_kept:
                 self._kept[key] = entry
