@@ -36,6 +36,7 @@ from infinity.schedule import Schedule
 from infinity.trace_file import read_traces, write_traces
 from tiering.aio import Faults
 from tiering.errors import EngineClosedError, RankError, TieringWarning
+from tiering.tiers.nvme import Observer
 from tiering.volumes import VolumeStats
 
 StepCallback: TypeAlias = Callable[[int, Mapping[str, float]], None]
@@ -474,6 +475,11 @@ class InfinityEngine:
     def on_step(self, callback: StepCallback) -> None:
         """Have this called after every step, on this rank, with its number and `scalars`."""
         self._callbacks.append(callback)
+
+    def on_transfer(self, observer: Observer) -> None:
+        """Have this called for each read and write of a drive when it begins, on this rank."""
+        for drive in self._parts.drives:
+            drive.tier.observe_by(observer)
 
     def _volumes(self) -> list[VolumeStats]:
         return [volume for drive in self._parts.drives for volume in drive.tier.volumes()]

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from tiering import records
 from tiering.aio import AioConfig, AioEngine, FaultRule, Faults
+from tiering.aio.backend import Transfer
 from tiering.aio.config import FaultAction
 from tiering.arena import Arena
 from tiering.errors import (
@@ -403,3 +404,23 @@ def test_where_there_is_no_direct_io_one_warning_says_so_and_everything_works(
         for value, spec in enumerate(specs):
             assert load(tier, arena, spec)["bytes"].eq(value).all()
         tier.close()
+
+
+def test_an_observer_sees_each_transfer_begin(tier: NvmeTier, arena: Arena) -> None:
+    """With what it needs to say how long it took."""
+    seen: list[tuple[str, str, int, Transfer]] = []
+    spec = flat("layer.0", 5000)
+    store_all(tier, arena, [spec])
+    tier.observe_by(lambda *told: seen.append(told))
+    slot = arena.allocate(spec.nbytes, owner="a")
+    for begin in (tier.write, tier.read):
+        begin("layer.0", slot).wait()
+    slot.free()
+    nbytes = records.aligned_bytes(5000)
+    assert [told[:3] for told in seen] == [
+        ("write", "layer.0", nbytes),
+        ("read", "layer.0", nbytes),
+    ]
+    for _, _, _, transfer in seen:
+        assert transfer.done()
+        assert transfer.device_s > 0

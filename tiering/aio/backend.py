@@ -58,6 +58,16 @@ class Memory(Protocol):
 class Transfer(Protocol):
     """One request on its way. It keeps its memory alive until it has ended."""
 
+    @property
+    def queue_s(self) -> float:
+        """From when it could start until its first block did; 0 while it is pending."""
+        ...
+
+    @property
+    def device_s(self) -> float:
+        """From when its first block started until it ended; 0 while it is pending."""
+        ...
+
     def done(self) -> bool:
         """Whether it has ended, well or not. Never blocks, never raises for a failed transfer."""
         ...

@@ -29,7 +29,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from tiering import records
 from tiering.aio.backend import AioBackend, File, Memory, Transfer
@@ -84,6 +84,18 @@ class Part(NamedTuple):
     nbytes: int
 
 
+class Observer(Protocol):
+    """Sees each transfer of a tier when it has been put on its way."""
+
+    def __call__(self, verb: str, key: str, nbytes: int, transfer: Transfer) -> None:
+        """A read or a write of so many bytes of a record begins."""
+        ...
+
+
+def _unobserved(verb: str, key: str, nbytes: int, transfer: Transfer) -> None:
+    """Nobody looks."""
+
+
 class NvmeTier:
     """Records as files, moved by ``backend``.
 
@@ -109,6 +121,11 @@ class NvmeTier:
         self._full_told: set[int] = set()
         self._read_bytes = [0] * len(self._folders)
         self._written_bytes = [0] * len(self._folders)
+        self._observe: Observer = _unobserved
+
+    def observe_by(self, observer: Observer) -> None:
+        """Tell this of each transfer from now on, in the thread that begins it."""
+        self._observe = observer
 
     @property
     def read_bytes(self) -> int:
@@ -196,6 +213,7 @@ class NvmeTier:
             )
             record.pending.append(transfer)
             self._read_bytes[record.volume] += nbytes
+        self._observe("read", key, nbytes, transfer)
         return transfer
 
     def write(
@@ -211,6 +229,7 @@ class NvmeTier:
             )
             record.pending.append(transfer)
             self._written_bytes[record.volume] += nbytes
+        self._observe("write", key, nbytes, transfer)
         return transfer
 
     def sync(self, key: str) -> None:
