@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from bench.facts import machine_facts
 from bench.plot import check_plotting
 from bench.report import show, write_json
-from bench.steps import plot, report
+from bench.steps import plot, report, timeline, timeline_plot
 from bench.steps.contestants import (
     STATE_BYTES,
     Contestant,
@@ -97,7 +97,7 @@ def _say(message: str, code: int) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
-    if options.plot:
+    if options.plot or options.timeline_plot:
         check_plotting()
     training, plan = _training(options), _plan(options)
     machine = machine_facts()
@@ -106,6 +106,10 @@ def _run(options: argparse.Namespace) -> None:
         write_json(options.json, report.as_json(result, machine))
     if options.plot:
         plot.draw(result, machine, path=options.plot)
+    if options.timeline:
+        timeline.entitle(options.timeline, timeline_plot.title_of(result, machine))
+    if options.timeline_plot:
+        timeline_plot.draw(options.timeline, path=options.timeline_plot)
     show(report.tables(result, machine))
 
 
@@ -167,6 +171,10 @@ def _plan(options: argparse.Namespace) -> Plan:
     root: Path | None = options.nvme_path
     if root is not None and not root.is_dir():
         raise ConfigError(f"{root} is not a directory; name one on the drive to measure")
+    if options.timeline_plot and not options.timeline:
+        raise ConfigError("--timeline-plot draws what --timeline records; give both")
+    if options.timeline and not options.timeline.absolute().parent.is_dir():
+        raise ConfigError(f"{options.timeline.parent} is not a directory; name one for the trace")
     plan = Plan(
         ours=_ours(options),
         others=tuple(_other(name, options) for name in options.vs),
@@ -175,6 +183,7 @@ def _plan(options: argparse.Namespace) -> Plan:
         probe_s=options.probe_seconds or (_TINY_PROBE_S if tiny else _PROBE_S),
         probe_bytes=_TINY_PROBE_BYTES if tiny else _PROBE_BYTES,
         limit_s=options.run_limit,
+        timeline=options.timeline,
     )
     needing = [one.name for one in plan.contestants if one.uses_drive]
     if needing and root is None:
@@ -383,6 +392,15 @@ def _add_reports(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--json", type=Path, metavar="FILE", help="write everything here as well")
     group.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw the budgets' times and bytes (matplotlib)"
+    )
+    group.add_argument(
+        "--timeline",
+        type=Path,
+        metavar="FILE",
+        help="record one more step of our engine's last run: a trace for Perfetto, x.json.gz",
+    )
+    group.add_argument(
+        "--timeline-plot", type=Path, metavar="FILE", help="draw that step (matplotlib)"
     )
 
 

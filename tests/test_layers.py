@@ -63,6 +63,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("infinity.demo",),
     # A measured training step, in a process of its own.
     ("bench.steps.link",),
+    ("bench.steps.timeline",),
     ("bench.steps.model",),
     ("bench.steps.wire",),
     ("bench.steps.loop",),
@@ -81,7 +82,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("bench.report", "bench.plot"),
     ("bench.steps.ideal", "bench.steps.drive", "bench.steps.device", "bench.steps.contestants"),
     ("bench.steps.measure",),
-    ("bench.steps.report", "bench.steps.plot"),
+    ("bench.steps.report", "bench.steps.plot", "bench.steps.timeline_plot"),
     ("bench", "bench.steps", "bench.aio_bench", "bench.link", "bench.step_bench"),
 )
 # Packages whose modules must each be placed: being new there is a decision.

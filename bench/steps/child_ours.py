@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
 import infinity
+from bench.steps import timeline
 from bench.steps.loop import DTYPES, Moved, Trainer, serve
 from bench.steps.model import build
 from bench.steps.wire import Paging, Run
 from infinity.report import EngineStats
+from tiering.aio.backend import Transfer
 
 _NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
 
@@ -55,6 +58,23 @@ class Ours(Trainer):
         return Moved(
             stats.nvme_read_bytes, stats.nvme_written_bytes, link["upload"], link["offload"]
         )
+
+    def watch_drive(self) -> Callable[[], Iterator[timeline.Transfer]]:
+        """Note transfers from now on; see `Trainer`."""
+        begun: list[tuple[int, str, str, int, Transfer]] = []
+
+        def note(verb: str, key: str, nbytes: int, transfer: Transfer) -> None:
+            begun.append((time.perf_counter_ns(), verb, key, nbytes, transfer))
+
+        def ended() -> Iterator[timeline.Transfer]:
+            for asked_ns, verb, key, nbytes, transfer in begun:
+                transfer.wait()
+                begin_ns = asked_ns + int(transfer.queue_s * 1e9)
+                end_ns = begin_ns + int(transfer.device_s * 1e9)
+                yield timeline.Transfer(verb, key, nbytes, asked_ns, begin_ns, end_ns)
+
+        self._engine.on_transfer(note)
+        return ended
 
     def begin_measuring(self) -> None:
         """Count from here."""

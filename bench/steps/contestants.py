@@ -211,7 +211,12 @@ def _common(training: Training) -> Json:
 
 
 def run_child(
-    contestant: Contestant, training: Training, *, root: Path | None, limit_s: float
+    contestant: Contestant,
+    training: Training,
+    *,
+    root: Path | None,
+    limit_s: float,
+    timeline: Path | None = None,
 ) -> Outcome:
     """Train in a process of its own.
 
@@ -220,6 +225,7 @@ def run_child(
         training: what.
         root: a folder on the drive; None for those that need none.
         limit_s: a child that takes longer is killed.
+        timeline: for the trace of one more step, if that is wanted.
 
     Raises:
         ConfigError: there is no such interpreter, or a drive is needed and no folder was named.
@@ -231,7 +237,7 @@ def run_child(
         place = Path(private)
         with tempfile.TemporaryDirectory(prefix="step-bench-", dir=root) as folder:
             config = contestant.config(training, Path(folder).resolve())
-            run = Run(training, config)
+            run = Run(training, config, str(timeline.absolute()) if timeline else "")
             _train(contestant, run, place, limit_s)
         return _outcome(contestant, place / "outcome.json")
 

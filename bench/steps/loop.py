@@ -8,18 +8,21 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch.profiler import record_function
 
+from bench.steps import timeline
 from bench.steps.model import SIZES, batches, build
-from bench.steps.wire import Outcome, Paging, Run, Step
+from bench.steps.wire import Outcome, Paging, Run, Step, Training
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -62,6 +65,15 @@ class Trainer(abc.ABC):
 
     def begin_measuring(self) -> None:  # noqa: B027 - most have nothing to do
         """The warm-up is over."""
+
+    def watch_drive(self) -> Callable[[], Iterable[timeline.Transfer]]:
+        """Note transfers from now on.
+
+        Returns:
+            What waits for all that have begun, and returns them; an engine that tells of none has
+            none.
+        """
+        return tuple
 
     def paging(self) -> Paging | None:
         """Of the measured steps; ours alone has it."""
@@ -148,7 +160,8 @@ def measure(run: Run, make: Callable[[Run], Trainer], memory: PeakMemory) -> Out
     training = run.training
     torch.manual_seed(training.seed)
     with contextlib.closing(make(run)) as trainer:
-        steps = _steps(trainer, run)
+        drawn = (ids.to(trainer.device) for ids in _drawn(training))
+        steps = (_step(trainer, ids) for ids in itertools.islice(drawn, training.steps_in_all))
         first = list(itertools.islice(steps, training.warmup))
         peak_bytes = memory.peak_bytes()
         memory.restart()
@@ -158,7 +171,7 @@ def measure(run: Run, make: Callable[[Run], Trainer], memory: PeakMemory) -> Out
         trainer.begin_measuring()
         measured = list(steps)
         training_peak_bytes = memory.peak_bytes()
-        return Outcome(
+        outcome = Outcome(
             parameter_numel=training.shape.parameter_numel,
             compute_dtype=trainer.compute_dtype,
             threads=torch.get_num_threads(),
@@ -171,13 +184,29 @@ def measure(run: Run, make: Callable[[Run], Trainer], memory: PeakMemory) -> Out
             paging=trainer.paging(),
             device_peak_bytes=torch.cuda.max_memory_allocated(trainer.device) if on_gpu else 0,
         )
+        if run.timeline:
+            _record(trainer, drawn, Path(run.timeline))
+        return outcome
 
 
-def _steps(trainer: Trainer, run: Run) -> Iterator[Step]:
-    training = run.training
-    drawn = batches(training.shape, batch=training.batch, seed=training.seed)
-    for ids in itertools.islice(drawn, training.warmup + training.steps):
-        yield _step(trainer, ids.to(trainer.device))
+def _drawn(training: Training) -> Iterator[torch.Tensor]:
+    return batches(training.shape, batch=training.batch, seed=training.seed)
+
+
+def _record(trainer: Trainer, drawn: Iterator[torch.Tensor], path: Path) -> None:
+    """Record a step in full flow: nothing in it waits for the device but the engine itself."""
+    steps = [functools.partial(_flow, trainer, next(drawn)) for _ in range(2)]
+    timeline.record(steps, trainer.watch_drive(), device=trainer.device, path=path)
+
+
+def _flow(trainer: Trainer, ids: torch.Tensor) -> None:
+    forward, backward, update = timeline.PASSES
+    with record_function(forward):
+        loss = trainer.forward(ids)
+    with record_function(backward):
+        trainer.backward(loss)
+    with record_function(update):
+        trainer.update()
 
 
 def _step(trainer: Trainer, ids: torch.Tensor) -> Step:

@@ -35,6 +35,7 @@ class Plan:
         probe_s: seconds of each of the probe's windows.
         probe_bytes: of the probe's file.
         limit_s: a run that takes longer is killed.
+        timeline: for the trace of one more step of our engine's last run, if that is wanted.
     """
 
     ours: tuple[Ours, ...]
@@ -44,6 +45,12 @@ class Plan:
     probe_s: float
     probe_bytes: int
     limit_s: float
+    timeline: Path | None = None
+
+    @property
+    def last_of_ours(self) -> Ours:
+        """Whose run is the last one of our engine's."""
+        return self.ours[-1] if self.rounds % 2 else self.ours[0]
 
     @property
     def contestants(self) -> tuple[Contestant, ...]:
@@ -299,7 +306,9 @@ def measure(training: Training, plan: Plan, *, advance: Callable[[str], None]) -
             advance(f"round {number + 1}, {contestants[index].name}")
             gpu = device.look() if has_gpu else None
             has_gpu = gpu is not None
-            run = _run(contestants[index], training, plan, gpu)
+            is_last = number == plan.rounds - 1 and contestants[index] == plan.last_of_ours
+            trace = plan.timeline if is_last else None
+            run = _run(contestants[index], training, plan, gpu, trace)
             runs[index].append(run)
             training = replace(training, compute_dtype=run.outcome.compute_dtype)
     pairs = zip(contestants, runs, strict=True)
@@ -311,11 +320,19 @@ def _order(count: int, number: int) -> Sequence[int]:
     return forth if number % 2 == 0 else forth[::-1]
 
 
-def _run(contestant: Contestant, training: Training, plan: Plan, gpu: Device | None) -> Measured:
+def _run(
+    contestant: Contestant,
+    training: Training,
+    plan: Plan,
+    gpu: Device | None,
+    timeline: Path | None,
+) -> Measured:
     drive = None
     if contestant.uses_drive and isinstance(contestant, Ours) and plan.root is not None:
         drive = Probe(plan.root, plan.probe_s, plan.probe_bytes).look()
-    outcome = run_child(contestant, training, root=plan.root, limit_s=plan.limit_s)
+    outcome = run_child(
+        contestant, training, root=plan.root, limit_s=plan.limit_s, timeline=timeline
+    )
     return Measured(outcome, drive, gpu)
 
 

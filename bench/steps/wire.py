@@ -40,6 +40,11 @@ class Training:
     checkpointing: bool = False
     deterministic: bool = False
 
+    @property
+    def steps_in_all(self) -> int:
+        """With those before the ones that count."""
+        return self.warmup + self.steps
+
 
 @dataclass(frozen=True)
 class Run:
@@ -49,17 +54,19 @@ class Run:
         training: what.
         config: of the engine, in the format of DeepSpeed's files; for plain torch its optimizer's
             settings.
+        timeline: a file for the trace of one more step; empty: no such step.
     """
 
     training: Training
     config: Json
+    timeline: str = ""
 
     @staticmethod
     def of(value: Json) -> Run:
         """The run that `dataclasses.asdict` made ``value`` from."""
         training = dict(value["training"])
         shape = Shape(**training.pop("shape"))
-        return Run(Training(shape=shape, **training), value["config"])
+        return Run(Training(shape=shape, **training), value["config"], value["timeline"])
 
 
 @dataclass(frozen=True)
