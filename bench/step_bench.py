@@ -29,6 +29,7 @@ from bench.steps.contestants import (
     Contestant,
     DeepSpeed,
     DeepSpeedSettings,
+    OffloadDevice,
     Ours,
     PlainTorch,
 )
@@ -41,7 +42,12 @@ from tiering.sizes import format_bytes, parse_bytes
 _CANNOT: Final = 2
 _FAILED: Final = 1
 _SIGNALLED: Final = 128  # plus the signal's number, as shells say it
-_OTHERS: Final = ("torch", "deepspeed", "deepspeed-cpu")
+_DEEPSPEED: Final[dict[str, OffloadDevice]] = {
+    "deepspeed": "nvme",
+    "deepspeed-cpu": "cpu",
+    "deepspeed-none": "none",
+}
+_OTHERS: Final = ("torch", *_DEEPSPEED)
 _TINY: Final = "tiny"
 _PROBE_BYTES: Final = 2**28
 _TINY_PROBE_BYTES: Final = 2**25
@@ -231,16 +237,18 @@ def _other(name: str, options: argparse.Namespace) -> Contestant:
         )
     settings = DeepSpeedSettings(
         parameter_buffers=options.deepspeed_parameter_buffers,
+        parameter_buffer_numel=options.deepspeed_parameter_buffer_numel,
+        parameters_in_memory=options.deepspeed_parameters_in_memory,
         optimizer_buffers=options.deepspeed_optimizer_buffers,
         sub_group_numel=options.deepspeed_sub_group,
         reduce_bucket_numel=options.deepspeed_reduce_bucket,
         max_reuse_distance=options.deepspeed_max_reuse_distance,
         prefetch_bucket_numel=options.deepspeed_prefetch_bucket,
+        io_threads=options.deepspeed_io_threads,
         pipelines=options.deepspeed_pipeline,
+        overlaps_reduction=options.deepspeed_overlap,
     )
-    if name == "deepspeed":
-        return DeepSpeed(options.deepspeed_python, "nvme", settings)
-    return DeepSpeed(options.deepspeed_python, "cpu", settings)
+    return DeepSpeed(options.deepspeed_python, _DEEPSPEED[name], settings)
 
 
 # Arguments
@@ -352,7 +360,9 @@ def _add_others(group: argparse._ArgumentGroup) -> None:
         "--deepspeed-python", type=Path, metavar="FILE", help="an interpreter that has DeepSpeed"
     )
     for name, value, what in (
-        ("parameter-buffers", settings.parameter_buffers, "buffers of the largest parameter"),
+        ("parameter-buffers", settings.parameter_buffers, "buffers that hold a parameter each"),
+        ("parameter-buffer-numel", settings.parameter_buffer_numel, "elements of each"),
+        ("parameters-in-memory", settings.parameters_in_memory, "elements that stay there"),
         ("optimizer-buffers", settings.optimizer_buffers, "buffers of the largest sub-group"),
         ("sub-group", settings.sub_group_numel, "most elements of state moved at once"),
         ("reduce-bucket", settings.reduce_bucket_numel, "most gradients reduced at once"),
@@ -363,10 +373,22 @@ def _add_others(group: argparse._ArgumentGroup) -> None:
             f"--deepspeed-{name}", type=_whole, default=value, help=f"{what} (default: {value})"
         )
     group.add_argument(
+        "--deepspeed-io-threads",
+        type=_count,
+        default=settings.io_threads,
+        help=f"each transfer is split among (default: {settings.io_threads})",
+    )
+    group.add_argument(
         "--deepspeed-pipeline",
         action=argparse.BooleanOptionalAction,
         default=settings.pipelines,
         help="read and write optimizer state behind the update (default: yes)",
+    )
+    group.add_argument(
+        "--deepspeed-overlap",
+        action=argparse.BooleanOptionalAction,
+        default=settings.overlaps_reduction,
+        help="reduce gradients behind backward, in a second bucket (default: no)",
     )
 
 

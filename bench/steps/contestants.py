@@ -111,25 +111,33 @@ class PlainTorch:
 
 @dataclass(frozen=True)
 class DeepSpeedSettings:
-    """Of DeepSpeed with everything on NVMe; the defaults are ones with which it trains.
+    """Of DeepSpeed; the defaults are ones with which it trains with everything on NVMe.
 
     Args:
-        parameter_buffers: of the largest parameter each.
+        parameter_buffers: of ``parameter_buffer_numel`` each.
+        parameter_buffer_numel: elements, never fewer than the largest parameter has.
+        parameters_in_memory: elements that stay there, though their home is NVMe.
         optimizer_buffers: of the largest sub-group each; pipelining takes more of them.
         sub_group_numel: elements of the optimizer state moved at once, at most.
         reduce_bucket_numel: elements of gradients reduced at once, at most.
         max_reuse_distance: parameters used again within so many elements stay in memory.
         prefetch_bucket_numel: elements fetched ahead.
+        io_threads: each transfer is split among.
         pipelines: reads and writes the optimizer state behind the update.
+        overlaps_reduction: reduces gradients behind backward, in a second bucket.
     """
 
     parameter_buffers: int = 5
+    parameter_buffer_numel: int = 0
+    parameters_in_memory: int = 0
     optimizer_buffers: int = 12
     sub_group_numel: int = 20_000_000
     reduce_bucket_numel: int = 30_000_000
     max_reuse_distance: int = 0
     prefetch_bucket_numel: int = 1
+    io_threads: int = 1
     pipelines: bool = True
+    overlaps_reduction: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,8 +146,8 @@ class DeepSpeed:
 
     Args:
         python: an interpreter with torch and DeepSpeed.
-        device: home of weights and states.
-        settings: for NVMe.
+        device: home of weights and states; none: where the model computes.
+        settings: those for NVMe have no effect elsewhere.
         module: that the child runs.
     """
 
@@ -163,20 +171,21 @@ class DeepSpeed:
         settings = self.settings
         zero: Json = {
             "stage": 3,
-            "overlap_comm": False,
+            "overlap_comm": settings.overlaps_reduction,
             "sub_group_size": _part(settings.sub_group_numel, training.shape),
             "reduce_bucket_size": _part(settings.reduce_bucket_numel, training.shape),
             "stage3_prefetch_bucket_size": settings.prefetch_bucket_numel,
             "stage3_max_reuse_distance": settings.max_reuse_distance,
-            "offload_param": {"device": self.device},
-            "offload_optimizer": {"device": self.device},
         }
+        if self.device != "none":
+            home: Json = {"device": self.device, "pin_memory": True}
+            zero |= {"offload_param": dict(home), "offload_optimizer": dict(home)}
         if self.uses_drive:
             zero["offload_param"] |= {
                 "nvme_path": str(folder),
                 "buffer_count": settings.parameter_buffers,
-                "buffer_size": training.shape.largest_numel,
-                "max_in_cpu": 0,
+                "buffer_size": max(settings.parameter_buffer_numel, training.shape.largest_numel),
+                "max_in_cpu": settings.parameters_in_memory,
             }
             zero["offload_optimizer"] |= {
                 "nvme_path": str(folder),
@@ -189,8 +198,13 @@ class DeepSpeed:
             "steps_per_print": 10**9,
             "optimizer": {"type": "AdamW", "params": _ADAM},
             "zero_optimization": zero,
-            # Those our engine has by default.
-            "aio": {"block_size": 2**20, "queue_depth": 32, "overlap_events": True},
+            # Those our engine has by default; threads are DeepSpeed's alone.
+            "aio": {
+                "block_size": 2**20,
+                "queue_depth": 32,
+                "overlap_events": True,
+                "intra_op_parallelism": settings.io_threads,
+            },
         }
 
 

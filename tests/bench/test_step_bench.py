@@ -156,20 +156,43 @@ def test_deepspeed_trains_the_same_model(bench: Any) -> None:
     python = os.environ.get(DEEPSPEED_VARIABLE) or pytest.skip(
         f"{DEEPSPEED_VARIABLE} names no interpreter with DeepSpeed"
     )
-    found = bench("--vs", "deepspeed,deepspeed-cpu", "--deepspeed-python", python)
+    found = bench("--vs", "deepspeed,deepspeed-cpu,deepspeed-none", "--deepspeed-python", python)
     assert found.code == 0, found.err
     ours = losses(contestant(found.json, QUARTER))[0]
-    for name in ("DeepSpeed nvme", "DeepSpeed cpu"):
+    for name in ("DeepSpeed nvme", "DeepSpeed cpu", "DeepSpeed none"):
         other = contestant(found.json, name)
         assert losses(other)[0] == pytest.approx(ours, rel=1e-3)
         assert other["engine_bytes_per_parameter"] is None
         assert "DeepSpeed" in other["runs"][0]["version"]
 
 
+def test_deepspeeds_settings_reach_its_configuration(bench: Any, tmp_path: Path) -> None:
+    python, told = tmp_path / "python", tmp_path / "told.json"
+    python.write_text(f"#!/bin/sh\ncat > {told}\nexit 3\n")
+    python.chmod(0o755)
+    found = bench(
+        *("--device", "none", "--vs", "deepspeed", "--deepspeed-python", str(python)),
+        *("--deepspeed-parameter-buffers", "6", "--deepspeed-parameter-buffer-numel", "70000"),
+        *("--deepspeed-parameters-in-memory", "9", "--deepspeed-io-threads", "8"),
+        *("--deepspeed-optimizer-buffers", "13", "--no-deepspeed-pipeline", "--deepspeed-overlap"),
+    )
+    assert found.code == 1, found.err
+    config = json.loads(told.read_text())["config"]
+    zero = config["zero_optimization"]
+    parameters, optimizer = zero["offload_param"], zero["offload_optimizer"]
+    assert (parameters["buffer_count"], parameters["buffer_size"]) == (6, 70000)
+    assert parameters["max_in_cpu"] == 9
+    assert (optimizer["buffer_count"], optimizer["pipeline_read"]) == (13, False)
+    assert zero["overlap_comm"] is True
+    assert config["aio"]["intra_op_parallelism"] == 8
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (("--vs", "deepspeed"), "--deepspeed-python"),
+        (("--vs", "deepspeed-none"), "--deepspeed-python"),
+        (("--vs", "deepspeed", "--deepspeed-io-threads", "0"), "1 at least"),
         (("--heads", "3"), "do not divide"),
         (("--device", "cpu", "--budgets", "1/4"), "--device nvme"),
         (("--nvme-path", "nowhere"), "not a directory"),

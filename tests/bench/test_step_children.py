@@ -13,7 +13,14 @@ import torch
 
 from bench.steps import device
 from bench.steps.child_device import flop_per_s, link_bytes_per_s
-from bench.steps.contestants import ContestantError, DeepSpeed, Ours, run_child
+from bench.steps.contestants import (
+    ContestantError,
+    DeepSpeed,
+    DeepSpeedSettings,
+    OffloadDevice,
+    Ours,
+    run_child,
+)
 from bench.steps.link import Pieces
 from bench.steps.loop import PeakMemory, kernel_moved
 from bench.steps.model import SIZES, Shape, batches, build
@@ -63,6 +70,26 @@ def test_an_interpreter_that_is_none_is_told_of(tmp_path: Path) -> None:
 def test_a_child_that_leaves_nothing_is_told_of(tmp_path: Path) -> None:
     with pytest.raises(ContestantError, match="left no outcome"):
         run_child(DeepSpeed(Path("/bin/true")), brief(), root=tmp_path, limit_s=60)
+
+
+@pytest.mark.parametrize(("device", "homes"), [("none", 0), ("cpu", 2), ("nvme", 2)])
+def test_deepspeed_offloads_where_it_is_asked_to(
+    device: OffloadDevice, homes: int, tmp_path: Path
+) -> None:
+    contestant = DeepSpeed(None, device)
+    zero = contestant.config(brief(), tmp_path)["zero_optimization"]
+    offloads = [value for key, value in zero.items() if key.startswith("offload_")]
+    assert [home["device"] for home in offloads] == [device] * homes
+    assert contestant.name == f"DeepSpeed {device}"
+    assert contestant.uses_drive == (device == "nvme")
+
+
+@pytest.mark.parametrize("asked_numel", [0, 1, 10**6])
+def test_deepspeeds_buffers_hold_the_largest_parameter(asked_numel: int, tmp_path: Path) -> None:
+    settings = DeepSpeedSettings(parameter_buffer_numel=asked_numel)
+    config = DeepSpeed(None, "nvme", settings).config(brief(), tmp_path)
+    found = config["zero_optimization"]["offload_param"]["buffer_size"]
+    assert found == max(asked_numel, SIZES["tiny"].largest_numel)
 
 
 def test_deepspeeds_child_needs_nothing_but_torch_deepspeed_and_the_standard_library() -> None:
