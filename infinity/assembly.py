@@ -14,11 +14,13 @@ gradient record of the whole unit, a layout for one rank.
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import compress, starmap
+from itertools import compress
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -37,13 +39,14 @@ from infinity.parameters import Stubs
 from infinity.phases import Phases, finisher
 from infinity.plan import Plan, stays, sum_of
 from infinity.schedule import Closed, Schedule
+from infinity.sharing import Claim, drive_claims, memory_claims, shortage
 from infinity.unit import Unit
 from infinity.unit_records import Home, Homes, Types, UnitRecords
 from tiering import records as record_files
 from tiering.aio import AioConfig, AnyEngine, Faults, open_engine
 from tiering.arena import Arena
 from tiering.bandwidth import make_volumes
-from tiering.errors import ConfigError
+from tiering.errors import ConfigError, SpaceError
 from tiering.prefetch import Prefetcher
 from tiering.records import aligned_bytes
 from tiering.spec import RecordSpec, Tier
@@ -73,6 +76,22 @@ class Drive(NamedTuple):
 
     aio: AnyEngine
     tier: NvmeTier
+
+
+class Storage(NamedTuple):
+    """Where records live, and what each unit, in the order of the outline, keeps there."""
+
+    arena: Arena
+    device_tier: DeviceTier
+    store: TieredStore
+    drives: tuple[Drive, ...]
+    records: Sequence[UnitRecords]
+    homes: Sequence[Homes]
+
+    def contents(self) -> list[tuple[RecordSpec, Home]]:
+        """All records, and where each lives."""
+        units = zip(self.records, self.homes, strict=True)
+        return [record for records, homes in units for record in records.homes(homes)]
 
 
 @dataclass(frozen=True)
@@ -137,8 +156,14 @@ def assemble(  # noqa: PLR0913
     comm.agree_on(described(model, config, outline))
     comm.open(outline.device, timeout_s=config.tiering.collective_timeout_s)
     closing.callback(comm.close)
+    _require_memory(outline.plan, comm)
     with comm.agree():
-        parts = _build(model, config, optimizer, outline, closing, comm=comm, faults=faults)
+        storage = _open_storage(config, outline, closing, comm=comm, faults=faults)
+    with comm.agree():  # when all have measured their drives, which takes room
+        claims = drive_claims(_needed_bytes(storage))
+    _require_space(storage, claims, comm)
+    with comm.agree():
+        parts = _build(model, config, optimizer, outline, closing, storage=storage, comm=comm)
     comm.agree_on(_trained(parts))
     if comm.size > 1:
         for tensor in (*model.parameters(), *model.buffers()):
@@ -149,6 +174,41 @@ def assemble(  # noqa: PLR0913
     return parts
 
 
+def _open_storage(
+    config: Config,
+    outline: Outline,
+    closing: ExitStack,
+    *,
+    comm: Communicator,
+    faults: Faults | None,
+) -> Storage:
+    """The memory, the drives, and what will be in them; nothing is yet."""
+    plan, poison = outline.plan, config.tiering.poison
+    arena = _arena(plan, poison=poison)
+    closing.callback(arena.close)
+    device_tier = DeviceTier(outline.device, poison=poison)
+    device_tier.register(arena.memory.address, arena.capacity_bytes)
+    closing.callback(device_tier.unregister)
+    store = TieredStore(arena, device_tier, patience_s=config.tiering.io_timeout_s)
+    closing.callback(store.close)
+    drives = _open_drives(config, arena, closing, faults)
+    records = [
+        UnitRecords(
+            f"unit{number}",
+            layout,
+            types,
+            rank=comm.rank if layout.world_size > 1 else 0,
+            tile_numel=plan.tile_numel if group.trained else 0,
+            whole_gradient=outline.whole_gradients,
+        )
+        for number, (group, layout, types) in enumerate(
+            zip(outline.groups, outline.layouts, outline.types, strict=True)
+        )
+    ]
+    homes = _homes(config, outline, drives)
+    return Storage(arena, device_tier, store, tuple(drives.values()), records, homes)
+
+
 def _build(  # noqa: PLR0913
     model: nn.Module,
     config: Config,
@@ -156,20 +216,12 @@ def _build(  # noqa: PLR0913
     outline: Outline,
     closing: ExitStack,
     *,
+    storage: Storage,
     comm: Communicator,
-    faults: Faults | None,
 ) -> Parts:
     """All parts, and the empty records; the model is as it was."""
     device, plan = outline.device, outline.plan
-    poison = config.tiering.poison
-    arena = _arena(plan, poison=poison)
-    closing.callback(arena.close)
-    device_tier = DeviceTier(device, poison=poison)
-    device_tier.register(arena.memory.address, arena.capacity_bytes)
-    closing.callback(device_tier.unregister)
-    store = TieredStore(arena, device_tier, patience_s=config.tiering.io_timeout_s)
-    closing.callback(store.close)
-    drives = _open_drives(config, arena, closing, faults)
+    arena, device_tier, store, drives, unit_records, homes = storage
     pager = Prefetcher(store)
     finish = finisher(device) if config.wall_clock_breakdown else None
     phases = Phases(lambda: store.stats.waited_s, finish)
@@ -185,14 +237,7 @@ def _build(  # noqa: PLR0913
             group.names,
             group.parameters,
             layout,
-            UnitRecords(
-                f"unit{number}",
-                layout,
-                types,
-                rank=comm.rank if layout.world_size > 1 else 0,
-                tile_numel=plan.tile_numel if group.trained else 0,
-                whole_gradient=outline.whole_gradients,
-            ),
+            records,
             compute_dtype=types.compute,
             pager=pager,
             device=device_tier,
@@ -202,8 +247,8 @@ def _build(  # noqa: PLR0913
             stubs=stubs,
             stays=outline.units_stay,
         )
-        for number, (group, layout, types) in enumerate(
-            zip(outline.groups, outline.layouts, outline.types, strict=True)
+        for group, layout, types, records in zip(
+            outline.groups, outline.layouts, outline.types, unit_records, strict=True
         )
     ]
     early = frozenset(compress(units, outline.early))
@@ -217,7 +262,6 @@ def _build(  # noqa: PLR0913
         dtype=_COMMUNICATED[config.communication_data_type],
         predivisor=_predivisor(config, comm),
     )
-    homes = _homes(config, outline, drives)
     gradients = {
         unit: UnitGradients(
             unit,
@@ -241,8 +285,7 @@ def _build(  # noqa: PLR0913
         phases=phases,
     )
     adam.register_step_pre_hook(lambda *_: schedule.release_all())  # whoever calls for the step
-    records = [r for u, home in zip(units, homes, strict=True) for r in u.records.homes(home)]
-    _require_space(records)
+    records = storage.contents()
     for spec, home in records:
         store.create(spec, home.tier, drive=home.drive)
     kept = _kept(records, {unit.records.shard.key for unit in units}, plan)
@@ -264,7 +307,7 @@ def _build(  # noqa: PLR0913
         types=outline.usual_types,
         arena=arena,
         device_tier=device_tier,
-        drives=tuple(drives.values()),
+        drives=drives,
         store=store,
         pager=pager,
         phases=phases,
@@ -465,10 +508,36 @@ def _kept(
     return kept
 
 
-def _require_space(records: Sequence[tuple[RecordSpec, Home]]) -> None:
-    """Refuse now if a drive cannot hold what will be stored on it."""
+def _require_memory(plan: Plan, comm: Communicator) -> None:
+    """Refuse now, on all ranks, if those of one host want more than it has."""
+    short = shortage(comm.gather_objects(memory_claims(plan.arena_bytes)))
+    if short is None:
+        return
+    raise ConfigError(
+        f"the host memory asked for by {short.ranks} is more than there is: "
+        f"{' and '.join(pool.said for pool in short.pools)}{short}\ntiering.host_memory is of each "
+        f"rank. This one's arena is for:{sum_of(plan.terms)}\nSet it to what can be had, start "
+        "fewer ranks, or move more to nvme"
+    )
+
+
+def _needed_bytes(storage: Storage) -> dict[NvmeTier, int]:
+    """Of the record files of this rank, by where they will be."""
     needed: dict[NvmeTier, int] = {}
-    for spec, home in records:
+    for spec, home in storage.contents():
         if home.drive is not None:
             needed[home.drive] = needed.get(home.drive, 0) + record_files.file_bytes(spec)
-    list(starmap(NvmeTier.require, needed.items()))
+    return needed
+
+
+def _require_space(storage: Storage, claims: Sequence[Claim], comm: Communicator) -> None:
+    """Refuse now, on all ranks, if a drive cannot hold what all of them will store on it."""
+    short = shortage(comm.gather_objects(list(claims)))
+    if short is None:
+        return
+    raise SpaceError(
+        f"the record files of {short.ranks} need {sum(short.claimed.values())} bytes, "
+        f"{', '.join(pool.said for pool in short.pools)}",
+        errno=errno.ENOSPC,
+        path=os.pathsep.join(v.path for drive in storage.drives for v in drive.tier.volumes()),
+    )

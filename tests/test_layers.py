@@ -48,7 +48,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         *("infinity.partition", "infinity.comm", "infinity.adam"),
         *("infinity.scopes", "infinity.plan", "infinity.trace_file", "infinity.loss_scale"),
-        "infinity.phases",
+        *("infinity.phases", "infinity.sharing"),
         *("infinity.lr_schedules", "infinity.data"),
     ),
     ("infinity.agreement",),

@@ -73,6 +73,8 @@ class Room(NamedTuple):
 
     roots: tuple[Path, ...]
     free_bytes: int
+    device: int
+    """Number of the file system on this machine."""
 
     def __str__(self) -> str:
         return f"the drive under {' and '.join(map(str, self.roots))} has {self.free_bytes} free"
@@ -124,7 +126,10 @@ def rooms(folders: Iterable[SwapFolder]) -> list[Room]:
     on_device: dict[int, list[SwapFolder]] = {}
     for folder in folders:
         on_device.setdefault(folder.device(), []).append(folder)
-    return [Room(tuple(f.root for f in same), same[0].free_bytes()) for same in on_device.values()]
+    return [
+        Room(tuple(folder.root for folder in same), same[0].free_bytes(), device)
+        for device, same in on_device.items()
+    ]
 
 
 def open_folders(roots: Sequence[str | os.PathLike[str]]) -> list[SwapFolder]:

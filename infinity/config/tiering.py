@@ -14,8 +14,8 @@ class Tiering(Section):
     """``tiering``: what DeepSpeed has no key for."""
 
     host_memory: Bytes | Auto = "auto"
-    """Bytes of the one host arena, or text such as "8GiB". auto: gradients and working buffers for
-    NVMe, everything for cpu.
+    """Bytes of the one host arena of each rank, or text such as "8GiB". auto: gradients and working
+    buffers for NVMe, everything for cpu. What the ranks of one host ask for together must be there.
     """
     device_memory: Bytes | Auto = "auto"
     """Bytes of the device, or text such as "4GiB", for what would be offloaded and stays there all

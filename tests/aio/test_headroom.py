@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.control_group import memory_group
 from tiering.aio import PinnedMemory
-from tiering.aio.headroom import headroom, reserved_huge_bytes
+from tiering.aio.headroom import headroom, headrooms, reserved_huge_bytes
 from tiering.errors import ConfigError
 
 MEMINFO = "MemTotal: 900 kB\nMemAvailable: 500 kB\nHugePages_Free: 3\nHugepagesize: 2048 kB\n"
@@ -74,6 +74,23 @@ def test_the_tightest_group_of_the_process_counts(name: str, tmp_path: Path) -> 
     assert said in left.limit
 
 
+def test_what_processes_share_has_one_name_in_all_of_them(tmp_path: Path) -> None:
+    """The machine has, and a control group has, wherever its folder is seen."""
+    files, *_ = GROUPS["a limit of a parent, and the word max"]
+    boot = {"proc/sys/kernel/random/boot_id": "this-boot\n"}
+    root = tree(tmp_path / "host", {"proc/meminfo": MEMINFO, **files, **boot})
+    seen_elsewhere = {"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/\n", **boot}
+    container = tree(tmp_path / "container", seen_elsewhere)
+    (container / "sys/fs").mkdir(parents=True)
+    (container / "sys/fs/cgroup").symlink_to(root / SECOND)
+    pools = [left.pool for left in headrooms(root)]
+    assert pools[0] == "memory of this-boot"
+    assert len(set(pools)) == 2
+    assert [left.pool for left in headrooms(container)] == pools
+    other = tree(tmp_path / "other", {"proc/meminfo": MEMINFO})
+    assert headrooms(other)[0].pool != pools[0]
+
+
 def test_more_than_the_machine_has_is_refused_with_what_it_has() -> None:
     """Before anything is taken: Linux would promise it and kill somebody."""
     left = headroom()
@@ -84,10 +101,6 @@ def test_more_than_the_machine_has_is_refused_with_what_it_has() -> None:
 
 def test_a_process_in_a_small_control_group_is_refused_and_lives_on() -> None:
     """Really: 128 MiB, of which 512 are asked."""
-    group = _memory_group(f"zero-infinity-{os.getpid()}")
-    if group is None:
-        pytest.skip("needs a memory control group of its own, which takes root")
-    folder, limit = group
     script = (
         "import sys\n"
         "from pathlib import Path\n"
@@ -100,34 +113,14 @@ def test_a_process_in_a_small_control_group_is_refused_and_lives_on() -> None:
         "    print(error)\n"
         "print(len(PinnedMemory(2**20).buffer()))\n"
     )
-    try:
-        (folder / limit).write_text(str(2**27))
+    with memory_group(2**27) as group:
         ran = subprocess.run(
-            [sys.executable, "-c", script, str(folder)],
+            [sys.executable, "-c", script, str(group.folder)],
             cwd=Path(__file__).parents[2],
             check=True,
             capture_output=True,
             text=True,
         )
-    finally:
-        folder.rmdir()
     refusal, lived_on = ran.stdout.splitlines()
     assert f"of the {2**27} bytes of control group" in refusal
     assert lived_on == str(2**20)
-
-
-def _memory_group(name: str) -> tuple[Path, str] | None:
-    """A fresh control group for memory, and the name of its limit; None where we may have none."""
-    for top, limit in (
-        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
-        ("/sys/fs/cgroup", "memory.max"),
-    ):
-        folder = Path(top) / name
-        try:
-            folder.mkdir()
-        except OSError:
-            continue
-        if (folder / limit).exists():
-            return folder, limit
-        folder.rmdir()
-    return None

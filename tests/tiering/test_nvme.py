@@ -344,17 +344,6 @@ def test_a_file_with_a_transfer_in_flight_is_not_the_one_that_is_closed(
     write.wait()
 
 
-def test_a_drive_without_room_is_reported_before_anything_is_written(
-    tier: NvmeTier, folder: SwapFolder
-) -> None:
-    """With both numbers."""
-    tier.require(0)
-    with pytest.raises(SpaceError, match=rf"need {1 << 60} bytes, .* has \d+ free") as caught:
-        tier.require(1 << 60)
-    assert caught.value.errno == errno.ENOSPC
-    assert [path.name for path in folder.path.iterdir()] == ["lock"]
-
-
 def test_a_record_that_does_not_fit_leaves_nothing_behind(
     small_drive: Path, make_engine: MakeEngine
 ) -> None:

@@ -245,12 +245,11 @@ def test_the_room_of_all_paths_counts_and_that_of_one_file_system_once(
 ) -> None:
     """Two folders on the small drive add nothing to it."""
     large, small = small_drives
-    tier = make_tier({large: 1.0, small / "a": 1.0, small / "b": 1.0})
-    free = [room.free_bytes for room in rooms(tier._folders)]
-    assert len(free) == 2
-    tier.require(sum(free))
-    with pytest.raises(SpaceError, match=rf"under {small}/a and {small}/b has {free[1]} free"):
-        tier.require(sum(free) + 1)
+    found = make_tier({large: 1.0, small / "a": 1.0, small / "b": 1.0}).rooms()
+    assert [room.device for room in found] == [large.stat().st_dev, small.stat().st_dev]
+    assert str(found[0]) == f"the drive under {large} has {found[0].free_bytes} free"
+    free_bytes = found[1].free_bytes
+    assert str(found[1]) == f"the drive under {small}/a and {small}/b has {free_bytes} free"
 
 
 def test_a_path_that_vanishes_is_named(tmp_path: Path, make_tier: MakeTier) -> None:

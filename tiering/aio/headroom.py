@@ -7,6 +7,7 @@ uses it is killed, or another one is. So who takes much at once asks first.
 from __future__ import annotations
 
 import contextlib
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -17,20 +18,25 @@ class Headroom(NamedTuple):
 
     nbytes: int
     limit: str
+    pool: str
+    """Of what they are left: the same text in all processes that take from the same."""
 
 
-def headroom(root: Path = Path("/")) -> Headroom | None:
-    """The least that the machine and the control groups of this process leave.
+def headrooms(root: Path = Path("/")) -> list[Headroom]:
+    """What the machine and each control group of this process leave.
 
     Page cache that can be dropped counts as free.
 
     Args:
         root: of the file system with ``proc`` and ``sys``.
-
-    Returns:
-        None where the kernel does not say.
     """
-    return min([*_machine(root), *_groups(root)], default=None)
+    machine = machine_id(root)
+    return [*_machine(root, machine), *_groups(root, machine)]
+
+
+def headroom(root: Path = Path("/")) -> Headroom | None:
+    """The least of `headrooms`; None where the kernel does not say."""
+    return min(headrooms(root), default=None)
 
 
 def reserved_huge_bytes(root: Path = Path("/")) -> int:
@@ -39,14 +45,21 @@ def reserved_huge_bytes(root: Path = Path("/")) -> int:
     return facts.get("HugePages_Free", 0) * facts.get("Hugepagesize", 0) * 1024
 
 
-def _machine(root: Path) -> Iterator[Headroom]:
+def machine_id(root: Path = Path("/")) -> str:
+    """What names this machine among others, as long as it runs; in its containers as well."""
+    with contextlib.suppress(OSError):
+        return (root / "proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    return platform.node()
+
+
+def _machine(root: Path, machine: str) -> Iterator[Headroom]:
     """Source: man 5 proc_meminfo. Swap is no help: what is pinned stays."""
     available = _table(root / "proc/meminfo").get("MemAvailable")
     if available is not None:
-        yield Headroom(available * 1024, "available on this machine")
+        yield Headroom(available * 1024, "available on this machine", f"memory of {machine}")
 
 
-def _groups(root: Path) -> Iterator[Headroom]:
+def _groups(root: Path, machine: str) -> Iterator[Headroom]:
     """Source: the kernel's admin-guide, cgroup-v2.rst and cgroup-v1/memory.rst."""
     with contextlib.suppress(OSError):
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
@@ -64,18 +77,20 @@ def _groups(root: Path) -> Iterator[Headroom]:
             folder = root / top
             for part in ("", *Path(path).parts[1:]):
                 folder /= part
-                yield from _group(folder, *names)
+                yield from _group(folder, *names, machine)
 
 
-def _group(folder: Path, limit: str, usage: str, cache: str) -> Iterator[Headroom]:
-    """Of one group; a limit that is a word is none."""
+def _group(folder: Path, limit: str, usage: str, cache: str, machine: str) -> Iterator[Headroom]:
+    """Of one group; a limit that is a word is none. Its path may differ between containers."""
     with contextlib.suppress(OSError, ValueError):
         most_bytes = int((folder / limit).read_text(encoding="utf-8"))
         used_bytes = int((folder / usage).read_text(encoding="utf-8"))
         droppable_bytes = _table(folder / "memory.stat").get(cache, 0)
         left_bytes = most_bytes - used_bytes + droppable_bytes
         yield Headroom(
-            max(left_bytes, 0), f"left of the {most_bytes} bytes of control group {folder}"
+            max(left_bytes, 0),
+            f"left of the {most_bytes} bytes of control group {folder}",
+            f"group {folder.stat().st_ino} of {machine}",
         )
 
 

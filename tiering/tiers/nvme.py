@@ -156,17 +156,13 @@ class NvmeTier:
         with self._lock:
             return list(self._records)
 
-    def require(self, total_bytes: int) -> None:
-        """Check that there is room for ``total_bytes``, before anything is written.
+    def rooms(self) -> list[Room]:
+        """What is free under its paths, each file system once.
 
         Raises:
-            SpaceError: there is not; names what is needed, and what is free under each path.
             TransferError: a path is gone.
         """
-        found = rooms(self._folders)
-        if total_bytes > sum(room.free_bytes for room in found):
-            needed = f"the record files need {total_bytes} bytes"
-            raise self._no_space(needed, errno.ENOSPC, found)
+        return rooms(self._folders)
 
     def create(self, spec: RecordSpec) -> None:
         """Make the record's file, with its whole room reserved; its payload is undefined so far.
