@@ -224,7 +224,7 @@ def _build(  # noqa: PLR0913
     arena, device_tier, store, drives, unit_records, homes = storage
     pager = Prefetcher(store)
     finish = finisher(device) if config.wall_clock_breakdown else None
-    phases = Phases(lambda: store.stats.waited_s, finish)
+    phases = Phases(lambda: {**store.stats.waited_s, **comm.waited_s}, finish)
     schedule = Schedule(pager, phases)
     store.relieve_by(schedule.relieve)
     stubs = Stubs(schedule, device)

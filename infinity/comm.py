@@ -17,6 +17,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final
@@ -30,6 +31,7 @@ from tiering.errors import ConfigError, RankError
 _ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
+_HOPS: Final = ("exchange", "gather", "reduce")
 _LATE_S: Final = 5.0  # by which ranks' timeouts differ, at most
 _GONE_S: Final = 0.5  # by which they notice that a process has ended
 
@@ -75,6 +77,9 @@ class Communicator:
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0")) if self.size > 1 else 0
         self.exchanges = 0
         """How often ranks have told each other something."""
+        self.waited_s = dict.fromkeys(_HOPS, 0.0) if self.size > 1 else {}
+        """How long this rank was blocked by the others in what came after `open`, by hop. (A GPU's
+        collectives are only asked for here; what waits for them there is not counted.)"""
         self._talk: Any = None
         self._data: Any = None
         self._timeout_s = 0.0
@@ -227,6 +232,16 @@ class Communicator:
 
     # -- the hops
 
+    @contextlib.contextmanager
+    def _hop(self, hop: str, what: str) -> Iterator[None]:
+        """Count the time of the body as waited, and say what failed in it."""
+        begin_s = time.perf_counter()
+        try:
+            with self._explaining(what):
+                yield
+        finally:
+            self.waited_s[hop] += time.perf_counter() - begin_s
+
     def exchange(self, mine: Sequence[float]) -> list[list[float]]:
         """Everybody's numbers, by rank; all give equally many."""
         if self.size == 1:
@@ -234,7 +249,7 @@ class Communicator:
         self.exchanges += 1
         numbers = torch.tensor(mine, dtype=torch.float64, device="cpu")
         found = torch.empty(self.size * len(mine), dtype=torch.float64, device="cpu")
-        with self._explaining("an exchange"):
+        with self._hop("exchange", "an exchange"):
             _ALL_GATHER(found, numbers, group=self._talk)
         return [list(map(float, part)) for part in found.view(self.size, -1).tolist()]
 
@@ -259,11 +274,11 @@ class Communicator:
         Returns:
             What makes ``whole`` complete for all later work; both tensors are in use until then.
         """
-        with self._explaining("an all-gather"):
+        with self._hop("gather", "an all-gather"):
             work = _ALL_GATHER(whole, shard, group=self._data, async_op=True)
 
         def finish() -> None:
-            with self._explaining("an all-gather"):
+            with self._hop("gather", "an all-gather"):
                 work.wait()
 
         return finish
@@ -280,14 +295,14 @@ class Communicator:
         """
         if self.size == 1:
             return whole
-        with self._explaining("a reduce-scatter"):
+        with self._hop("reduce", "a reduce-scatter"):
             _REDUCE_SCATTER(shard, whole, group=self._data)
         return shard
 
     def all_reduce(self, whole: torch.Tensor) -> torch.Tensor:
         """Sum all ranks' buffers, in place."""
         if self.size > 1:
-            with self._explaining("an all-reduce"):
+            with self._hop("reduce", "an all-reduce"):
                 dist.all_reduce(whole, group=self._data)
         return whole
 

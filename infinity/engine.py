@@ -447,7 +447,7 @@ class InfinityEngine:
             prefetch_hits=store.hits,
             prefetch_misses=store.misses,
             prefetch_wasted=store.wasted,
-            waited_s=dict(store.waited_s),
+            waited_s=dict(parts.phases.waited_s()),
             device_waited_s={"upload": link.upload_waited_s},
             backend=aio[0].backend if aio else "none",
             backend_reason=aio[0].backend_reason if aio else "",

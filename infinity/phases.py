@@ -1,8 +1,9 @@
 """Where the time of training goes: each moment is charged to one phase.
 
-Phases nest, and an inner one's time is not counted in the outer one's. What the caller was blocked
-by the drive is the store's to tell, and is taken off the phase it fell in. So all phases, the waits
-and what is outside of the engine add up to the time that has passed.
+Phases nest, and an inner one's time is not counted in the outer one's. How long the caller was
+blocked is others' to tell (the store of the drive, the communicator of the other ranks), and is
+taken off the phase it fell in. So all phases, the waits and what is outside of the engine add up to
+the time that has passed.
 
 Every phase is also a range of the torch profiler, with the name of the phase and what it was for.
 """
@@ -26,7 +27,7 @@ class Phases:
     """Adds up seconds by phase.
 
     Args:
-        waited_s: seconds blocked by the drive so far, by hop.
+        waited_s: seconds blocked by the drive or by other ranks so far, by hop.
         finish: called where a phase begins or ends, so that a device has done what was asked of it;
             None: phases of a GPU are the time it takes to ask.
     """
@@ -36,7 +37,8 @@ class Phases:
         waited_s: Callable[[], Mapping[str, float]],
         finish: Callable[[], None] | None = None,
     ) -> None:
-        self._waited_s = waited_s
+        self.waited_s = waited_s
+        """As given."""
         self._finish = finish
         self._spent_s: defaultdict[str, float] = defaultdict(float)
         self._within: list[str] = [OUTSIDE]
@@ -65,15 +67,15 @@ class Phases:
             self._within.pop()
 
     def spent_s(self) -> dict[str, float]:
-        """Seconds so far, by phase, and by hop of the drive as ``wait for read`` and the like."""
+        """Seconds so far, by phase, and by hop as ``wait for read`` and the like."""
         self._charge()
-        waits = {f"wait for {hop}": seconds for hop, seconds in self._waited_s().items()}
+        waits = {f"wait for {hop}": seconds for hop, seconds in self.waited_s().items()}
         return {**self._spent_s, **waits}
 
     def _charge(self) -> None:
         if self._finish is not None:
             self._finish()
-        now_s, waited_s = time.perf_counter(), sum(self._waited_s().values())
+        now_s, waited_s = time.perf_counter(), sum(self.waited_s().values())
         self._spent_s[self._within[-1]] += now_s - self._last_s - waited_s + self._last_waited_s
         self._last_s, self._last_waited_s = now_s, waited_s
 

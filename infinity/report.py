@@ -45,7 +45,9 @@ class EngineStats:
     prefetch_wasted: int
     """Records fetched ahead and evicted unused."""
     waited_s: dict[str, float]
-    """Time the caller was blocked, by hop."""
+    """Time the caller was blocked, by hop: of the drive, ``read`` and ``write``; with several ranks
+    by the others, ``exchange``, ``gather`` and ``reduce``. (A GPU waits by itself in the last two.)
+    """
     device_waited_s: dict[str, float]
     """Time a GPU's compute had to wait, by hop: ``upload``. The caller may have been ahead."""
     backend: str
@@ -54,8 +56,8 @@ class EngineStats:
     direct_io: bool
     compute_dtype: str
     spent_s: dict[str, float]
-    """Seconds by phase (forward, backward, gather, reduce, update, step, outside) and waits for the
-    drive; together all the time there was. See `infinity.phases`.
+    """Seconds by phase (forward, backward, gather, reduce, update, step, outside) and waits as in
+    ``waited_s``; together all the time there was. See `infinity.phases`.
     """
 
     def scalars(self) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.nn import functional
 import infinity
 from infinity.agreement import Agreement, Collective
 from infinity.comm import Communicator
+from infinity.report import EngineStats
 from tests.infinity.conftest import (
     Config,
     Reference,
@@ -147,6 +149,46 @@ def test_ranks_that_do_the_same_again_need_not_tell_each_other(
     for counts in on_ranks(2, count_exchanges, config_for(tmp_path)):
         assert counts[0] > 10
         assert counts[3:] == [3, 3, 3]
+
+
+def look_at_phases(config: Config) -> list[tuple[float, EngineStats, float]]:
+    """Before and behind three steps: figures, and the moments around each look at them."""
+    engine, *_ = infinity.initialize(model=base_model(), config=config)
+    looks = []
+    with engine:
+        for steps in (0, 3):
+            for step in range(steps):
+                engine.backward(base_loss(engine, samples(step)))
+                engine.step()
+            before_s = time.perf_counter()
+            looks.append((before_s, engine.stats(), time.perf_counter()))
+    return looks
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_waits_for_other_ranks_are_told_by_hop_and_add_up_with_the_phases(
+    stage: int, on_ranks: RankPool, tmp_path: Path
+) -> None:
+    """What is waited in a gather is not in the phase of that name as well."""
+    home = "nvme" if stage == 3 else "none"
+    config = config_for(
+        tmp_path,
+        param=home,
+        optimizer=home,
+        zero_optimization={"stage": stage},
+        wall_clock_breakdown=True,
+    )
+    hops = {"read", "write", "exchange", "gather", "reduce"}
+    for (first_s, first, second_s), (third_s, last, fourth_s) in on_ranks(
+        2, look_at_phases, config
+    ):
+        assert set(last.waited_s) == hops
+        assert all(last.waited_s[hop] > 0 for hop in ("exchange", "reduce"))
+        assert (last.waited_s["gather"] > 0) == (stage == 3)
+        assert all(last.spent_s[f"wait for {hop}"] == last.waited_s[hop] for hop in hops)
+        assert all(last.spent_s[name] >= spent - 1e-9 for name, spent in first.spent_s.items())
+        passed_s = sum(last.spent_s.values()) - sum(first.spent_s.values())
+        assert third_s - second_s - 1e-6 <= passed_s <= fourth_s - first_s + 1e-6
 
 
 def look_alone(config: Config) -> tuple[Weights, list[float]]:
@@ -330,7 +372,11 @@ def hops(_: Any) -> None:
     comm = Communicator()
     comm.open(torch.device("cpu"), timeout_s=60)
     mine = torch.arange(16.0) + 100 * comm.rank
+    assert comm.waited_s == {"exchange": 0, "gather": 0, "reduce": 0}
+    before_s = time.perf_counter()
     whole = comm.all_gather(mine, torch.empty(32))
+    assert 0 < comm.waited_s["gather"] <= time.perf_counter() - before_s
+    assert comm.waited_s["exchange"] == comm.waited_s["reduce"] == 0
     assert torch.equal(whole, torch.cat([torch.arange(16.0), torch.arange(16.0) + 100]))
     summed = comm.reduce_scatter(torch.arange(32.0) * (comm.rank + 1), torch.empty(16))
     assert torch.equal(summed, torch.arange(32.0)[16 * comm.rank : 16 * comm.rank + 16] * 3)
@@ -390,6 +436,7 @@ def test_one_rank_copies_nothing() -> None:
     assert comm.all_gather(shard, torch.empty(16)) is shard
     assert comm.reduce_scatter(shard, torch.empty(16)) is shard
     assert comm.exchange([3.0]) == [[3.0]]
+    assert comm.waited_s == {}
 
 
 def train_without_samples(config: Config) -> Weights:
