@@ -1,13 +1,16 @@
 # Every target sets up what it needs, on a Debian or Ubuntu machine with nothing but Python and make.
 #
 #   PYTHON   the interpreter the virtual environment is made from, 3.10 or later
+#   RANKS    of the demo, under torchrun if there are several: make demo RANKS=2
 #   ARGS     passed on to the program of the target: make demo ARGS='--steps 20'
 #   ZERO_INFINITY_NO_URING=1   build without liburing, with the thread backend alone
 
 PYTHON ?= python3
+RANKS ?= 1
 ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
+TORCHRUN = -m torch.distributed.run --standalone --nproc-per-node $(RANKS)
 C_SOURCES := $(wildcard csrc/aio/*.c csrc/aio/*.h)
 # A stamp says that the environment is ready, and for which kind of build.
 READY := $(VENV)/.ready$(if $(filter-out 0,$(ZERO_INFINITY_NO_URING)),-no-uring)
@@ -25,7 +28,7 @@ $(READY): pyproject.toml constraints.txt setup.py scripts/setup.sh tiering/aio/_
 	@rm -f $(VENV)/.ready* && touch $@
 
 demo: $(READY) ## Train a small GPT whose states are on the drive.
-	@$(BIN)/python -m infinity.demo $(ARGS)
+	@$(BIN)/python $(if $(filter-out 1,$(RANKS)),$(TORCHRUN)) -m infinity.demo $(ARGS)
 
 test: $(READY) ## Run the tests.
 	@$(BIN)/python -m pytest $(ARGS)

@@ -165,7 +165,7 @@ class Communicator:
         if self.size == 1:
             return [mine]
         found: list[Any] = [None] * self.size
-        with self._explaining("the start"):
+        with self._explaining("telling each other something"):
             dist.all_gather_object(found, mine, group=self._talk)
         return found
 

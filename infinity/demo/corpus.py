@@ -6,6 +6,7 @@ import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final, NamedTuple
 
 import torch
 
@@ -48,14 +49,28 @@ def _sources(root: Path) -> Iterator[Path]:
         yield from (Path(folder, name) for name in files if name.endswith(".py"))
 
 
-def batches(text: torch.Tensor, *, batch: int, context: int, seed: int) -> Iterator[torch.Tensor]:
+class Share(NamedTuple):
+    """Which part of each batch is one's own."""
+
+    rank: int = 0
+    size: int = 1
+    """In how many equal parts a batch is divided."""
+
+
+_ALL: Final = Share()
+
+
+def batches(
+    text: torch.Tensor, *, batch: int, context: int, seed: int, share: Share = _ALL
+) -> Iterator[torch.Tensor]:
     """Draw windows of the text at random places, for ever.
 
     Args:
         text: uint8, shape (bytes,).
-        batch: windows a batch.
+        batch: windows of one share of a batch.
         context: bytes of a window the model reads; one more is drawn, the last to be predicted.
         seed: of the places; equal seeds draw equal batches.
+        share: which of them to give.
 
     Yields:
         int64, shape (batch, context + 1).
@@ -69,5 +84,5 @@ def batches(text: torch.Tensor, *, batch: int, context: int, seed: int) -> Itera
     generator = torch.Generator().manual_seed(seed)
     window = torch.arange(context + 1)
     while True:
-        starts = torch.randint(places, (batch, 1), generator=generator)
-        yield text[starts + window].long()
+        starts = torch.randint(places, (share.size, batch, 1), generator=generator)
+        yield text[starts[share.rank] + window].long()

@@ -14,6 +14,8 @@ from tiering.sizes import parse_bytes
 
 # Bytes of fp32 master weight and two moments, a parameter.
 _OPTIMIZER_BYTES = 12
+# The smallest tiles and some weights; a part of many of a small model has no need of more.
+_LEAST_BUDGET_BYTES = 2 << 20
 _WEIGHT_BYTES = {"bf16": 2, "fp32": 4}
 # Many small blocks: a quarter of their states still holds a few of them at once.
 _SMOKE = {"layers": 12, "width": 64, "context": 32, "batch": 2, "steps": 4}
@@ -26,13 +28,13 @@ class Options:
     Args:
         path: folder for the states when they are on NVMe.
         offload: home of parameters and optimizer states: none, cpu or nvme.
-        host_memory_bytes: budget of the host arena; None leaves it to `budget_bytes`.
+        host_memory_bytes: budget of each rank's host arena; None leaves it to `budget_bytes`.
         backend: auto, uring or threads.
         dtype: type the weights are stored in: bf16 or fp32.
         compute_dtype: type the model computes in: auto, bf16 or fp32.
         steps: most steps to train.
         seconds: no step starts later than this after the first.
-        batch: windows a step.
+        batch: windows a step, of each rank.
         lr: of AdamW, after the first steps have led up to it.
         seed: of weights and batches.
         model: the shape of the GPT.
@@ -81,18 +83,25 @@ class Options:
         """Bytes of the host arena to ask for, or None to let the engine choose.
 
         Args:
-            numel: parameters of the model.
+            numel: parameters of which this rank has the states.
 
         Returns:
-            What the user gave; else with NVMe a quarter of all states; else None.
+            What the user gave; else with NVMe a quarter of these states, and 2 MiB at least; else
+            None.
         """
         if self.host_memory_bytes is None and self.offload == "nvme":
-            return numel * (self.weight_bytes + _OPTIMIZER_BYTES) // 4
+            state_bytes = numel * (self.weight_bytes + _OPTIMIZER_BYTES)
+            return max(state_bytes // 4, _LEAST_BUDGET_BYTES)
         return self.host_memory_bytes
 
 
 def engine_config(options: Options, numel: int) -> dict[str, object]:
-    """Return the configuration for `infinity.initialize`, as it could stand in a JSON file."""
+    """Return the configuration for `infinity.initialize`, as it could stand in a JSON file.
+
+    Args:
+        options: the user's.
+        numel: parameters of which one rank has the states.
+    """
     home: dict[str, object] = {"device": options.offload}
     if options.offload == "nvme":
         home["nvme_path"] = str(options.path)
@@ -159,7 +168,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m infinity.demo",
         description="Train a GPT on the sources of Python's standard library, with its weights "
-        "and optimizer states on the drive and a memory budget that could not hold them.",
+        "and optimizer states on the drive and a memory budget that could not hold them. "
+        "Under torchrun several ranks train together, each on batches of its own.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     _add_memory(parser.add_argument_group("where the states are"))
@@ -186,8 +196,8 @@ def _add_memory(group: argparse._ArgumentGroup) -> None:
         "--host-memory",
         type=_byte_count,
         metavar="BYTES",
-        help="budget of the host arena, for example 100M; with nvme a quarter of the states "
-        "unless given",
+        help="budget of the host arena of each rank, for example 100M; with nvme a quarter of its "
+        "states unless given",
     )
     group.add_argument(
         "--backend",
@@ -201,7 +211,9 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     model = GPTConfig()
     group.add_argument("--steps", type=_positive, default=80, help="most steps")
     group.add_argument("--seconds", type=float, default=170.0, help="start no step later than this")
-    group.add_argument("--batch", type=_positive, default=4, help="windows of text a step")
+    group.add_argument(
+        "--batch", type=_positive, default=4, help="windows of text a step, of each rank"
+    )
     group.add_argument("--context", type=_positive, default=model.context, help="bytes of a window")
     group.add_argument("--layers", type=_positive, default=model.layers, help="blocks")
     group.add_argument(

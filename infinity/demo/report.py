@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import psutil
 from rich.console import Console
@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from infinity.demo.options import Options
-from infinity.demo.train import Step
+from infinity.demo.train import Step, as_one
 from infinity.report import EngineStats
 
 _MB = 1e6
@@ -79,6 +79,14 @@ class Limits:
     compute_s: float
     nvme_bytes_per_s: float
 
+    @classmethod
+    def as_one(cls, ranks: Sequence[Limits]) -> Limits:
+        """Of several ranks that were measured at the same time."""
+        return cls(
+            compute_s=max(rank.compute_s for rank in ranks),
+            nvme_bytes_per_s=sum(rank.nvme_bytes_per_s for rank in ranks),
+        )
+
     def ideal(self, steps: Sequence[Step]) -> Ideal:
         """Least time of a step that moves what these steps moved on average."""
         moved_bytes = sum(step.read_bytes + step.written_bytes for step in steps) / len(steps)
@@ -92,13 +100,29 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A finished run: everything the table and the file are made from."""
+    """A finished run, of one rank or of several: what the table and the file are made from."""
 
     options: Options
     steps: list[Step]
     stats: EngineStats
     limits: Limits
     peak_memory_bytes: int
+    ranks: tuple[Result, ...] = ()
+    """What each has done, where these are the figures of several."""
+
+    @classmethod
+    def as_one(cls, ranks: Sequence[Result]) -> Result:
+        """What several ranks have done: bytes and memory of all together, times of the slowest."""
+        if len(ranks) == 1:
+            return ranks[0]
+        return cls(
+            ranks[0].options,
+            [as_one(steps) for steps in zip(*(rank.steps for rank in ranks), strict=True)],
+            _stats_as_one([rank.stats for rank in ranks]),
+            Limits.as_one([rank.limits for rank in ranks]),
+            sum(rank.peak_memory_bytes for rank in ranks),
+            tuple(ranks),
+        )
 
     @property
     def steady(self) -> list[Step]:
@@ -113,7 +137,8 @@ class Result:
     @property
     def tokens_per_s(self) -> float:
         """Tokens trained on, a second."""
-        return self.options.batch * self.options.model.context / self.step_s
+        windows = self.options.batch * max(1, len(self.ranks))
+        return windows * self.options.model.context / self.step_s
 
     @property
     def ideal(self) -> Ideal:
@@ -137,6 +162,24 @@ class Result:
         return moved_bytes / self.stats.parameter_numel / len(self.steps)
 
 
+_ADDED_UP: Final = (
+    *("state_bytes", "arena_budget_bytes", "arena_used_bytes", "arena_peak_bytes"),
+    *("arena_huge_bytes", "nvme_read_bytes", "nvme_written_bytes", "nvme_paths"),
+    *("prefetch_hits", "prefetch_misses", "prefetch_wasted"),
+)
+
+
+def _stats_as_one(ranks: Sequence[EngineStats]) -> EngineStats:
+    """What several engines have together; what they have in common is the first's."""
+    first, *others = ranks
+    added = {name: getattr(first, name) for name in _ADDED_UP}
+    waited_s = dict(first.waited_s)
+    for other in others:
+        added = {name: total + getattr(other, name) for name, total in added.items()}
+        waited_s = {hop: seconds + other.waited_s[hop] for hop, seconds in waited_s.items()}
+    return dataclasses.replace(first, **added, waited_s=waited_s)
+
+
 class Progress:
     """The live line. Without a terminal it prints one now and then instead.
 
@@ -145,12 +188,20 @@ class Progress:
         options: for the number of steps.
         limits: for the share of the ideal.
         budget_bytes: of the host arena.
+        ranks: how many there are; all else is of all of them together.
     """
 
     def __init__(
-        self, console: Console, options: Options, limits: Limits, *, budget_bytes: int
+        self,
+        console: Console,
+        options: Options,
+        limits: Limits,
+        *,
+        budget_bytes: int,
+        ranks: int = 1,
     ) -> None:
         self._console = console
+        self._ranks = ranks
         self._options = options
         self._limits = limits
         self._budget_bytes = budget_bytes
@@ -180,7 +231,7 @@ class Progress:
             self._console.print(line, soft_wrap=True)
 
     def _line(self, number: int, step: Step) -> str:
-        tokens = self._options.batch * self._options.model.context
+        tokens = self._ranks * self._options.batch * self._options.model.context
         # One step of the plain copy can be slow by chance; the table takes the median of all.
         ideal = self._limits.ideal([step._replace(torch_seconds=None)])
         return (
@@ -218,6 +269,7 @@ def rows(result: Result) -> list[Row]:
         *_speed_rows(result),
         *(_traffic_rows(result) if result.options.offload == "nvme" else []),
         *_memory_rows(result),
+        *(_rank_row(number, rank) for number, rank in enumerate(result.ranks)),
     ]
 
 
@@ -274,7 +326,7 @@ def _traffic_rows(result: Result) -> list[Row]:
         ),
         Row(
             "waited",
-            f"{sum(stats.waited_s.values()):.2f} s in all",
+            f"{sum(stats.waited_s.values()):.2f} s in all" + _of_ranks(result),
             ", ".join(f"{hop} {seconds:.2f} s" for hop, seconds in waited),
         ),
         Row(
@@ -283,6 +335,10 @@ def _traffic_rows(result: Result) -> list[Row]:
             _backend_reason(result),
         ),
     ]
+
+
+def _of_ranks(result: Result) -> str:
+    return f", of {len(result.ranks)} ranks" if result.ranks else ""
 
 
 def _backend_reason(result: Result) -> str:
@@ -312,10 +368,27 @@ def _memory_rows(result: Result) -> list[Row]:
         ),
         Row(
             "process memory",
-            f"{result.peak_memory_bytes / _MB:.0f} MB over the start at most",
+            f"{result.peak_memory_bytes / _MB:.0f} MB over the start at most" + _of_ranks(result),
             f"arena, activations and the model as it was built{beside}",
         ),
     ]
+
+
+def _rank_row(number: int, rank: Result) -> Row:
+    stats = rank.stats
+    waited = ", ".join(f"{hop} {seconds:.2f} s" for hop, seconds in stats.waited_s.items())
+    on_nvme = (
+        f"{stats.nvme_read_bytes / _GB:.2f} GB read, {stats.nvme_written_bytes / _GB:.2f} written; "
+        if rank.options.offload == "nvme"
+        else ""
+    )
+    return Row(
+        f"rank {number}",
+        f"{rank.tokens_per_s:,.0f} tokens/s, {rank.ideal.seconds / rank.step_s:.0%} of ideal",
+        f"{on_nvme}arena {stats.arena_peak_bytes / _MB:.1f} of "
+        f"{stats.arena_budget_bytes / _MB:.1f} MB, process {rank.peak_memory_bytes / _MB:.0f} MB "
+        f"over the start; waited for {waited}",
+    )
 
 
 def as_json(result: Result) -> dict[str, object]:
@@ -339,4 +412,5 @@ def as_json(result: Result) -> dict[str, object]:
         "losses": [step.loss for step in result.steps],
         "losses_hex": [step.loss.hex() for step in result.steps],
         "steps": [step._asdict() for step in result.steps],
+        "ranks": [as_json(rank) for rank in result.ranks],
     }

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import itertools
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LinearLR
 
-from infinity.demo.corpus import batches
+from infinity.comm import Communicator
+from infinity.demo.corpus import Share, batches
 from infinity.demo.options import Options
 from infinity.engine import InfinityEngine
 
@@ -25,7 +27,7 @@ class Step(NamedTuple):
 
     Args:
         loss: mean cross-entropy of its batch, in nats.
-        seconds: forward, backward and update.
+        seconds: forward, backward and update, with the waits in them.
         read_bytes: from NVMe, as far as done when the step ended.
         written_bytes: to NVMe, likewise.
         arena_bytes: of the host arena, in use when the step ended.
@@ -38,6 +40,19 @@ class Step(NamedTuple):
     written_bytes: int
     arena_bytes: int
     torch_seconds: float | None
+
+
+def as_one(steps: Sequence[Step]) -> Step:
+    """The same step of several ranks: the mean loss, the time of the slowest, the bytes of all."""
+    in_torch = [step.torch_seconds for step in steps if step.torch_seconds is not None]
+    return Step(
+        loss=statistics.fmean(step.loss for step in steps),
+        seconds=max(step.seconds for step in steps),
+        read_bytes=sum(step.read_bytes for step in steps),
+        written_bytes=sum(step.written_bytes for step in steps),
+        arena_bytes=sum(step.arena_bytes for step in steps),
+        torch_seconds=max(in_torch, default=None),
+    )
 
 
 def warm_up(optimizer: torch.optim.Optimizer) -> LinearLR:
@@ -80,17 +95,31 @@ class PlainTorch:
 
 
 def train(
-    engine: InfinityEngine, text: torch.Tensor, options: Options, plain: PlainTorch | None
-) -> Iterator[Step]:
-    """Train step by step until the steps or the seconds are used up.
+    engine: InfinityEngine,
+    text: torch.Tensor,
+    options: Options,
+    plain: PlainTorch | None,
+    comm: Communicator,
+) -> Iterator[list[Step]]:
+    """Train step by step until the steps or, on any rank, the seconds are used up.
 
     Args:
         engine: holds the model.
         text: uint8, shape (bytes,).
         options: how much, and from which seed.
         plain: trained on the same batches in turns, or None.
+        comm: the ranks that train together.
+
+    Yields:
+        What each rank has done in a step.
     """
-    drawn = batches(text, batch=options.batch, context=options.model.context, seed=options.seed)
+    drawn = batches(
+        text,
+        batch=options.batch,
+        context=options.model.context,
+        seed=options.seed,
+        share=Share(comm.rank, comm.size),
+    )
     schedule = warm_up(engine.optimizer)
     stats = engine.stats()
     compute_dtype = TORCH_DTYPES[stats.compute_dtype]
@@ -108,8 +137,11 @@ def train(
             arena_bytes=stats.arena_used_bytes,
             torch_seconds=None,
         )
-        yield step._replace(torch_seconds=plain.step(ids, compute_dtype)) if plain else step
-        if time.perf_counter() > end:
+        if plain:
+            step = step._replace(torch_seconds=plain.step(ids, compute_dtype))
+        everybody = comm.gather_objects((step, time.perf_counter() > end))
+        yield [step for step, _ in everybody]
+        if any(is_late for _, is_late in everybody):
             return
 
 

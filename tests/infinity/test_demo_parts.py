@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from infinity.demo import options as demo_options
-from infinity.demo.corpus import batches, read_corpus
+from infinity.demo.corpus import Share, batches, read_corpus
 from infinity.demo.model import GPT, GPTConfig
 from infinity.demo.options import engine_config, parse
 
@@ -55,6 +55,15 @@ def test_batches_are_windows_of_the_text_and_repeat_with_their_seed() -> None:
         assert ids.dtype == torch.int64
         assert ids.shape == (3, 6)
         assert torch.equal(ids - ids[:, :1], torch.arange(6).expand(3, 6))
+
+
+def test_ranks_share_a_batch_out_among_them() -> None:
+    """Together they have what one would have whose batch is as large; nobody has another's."""
+    text = torch.arange(200, dtype=torch.uint8)
+    whole = batches(text, batch=6, context=5, seed=7)
+    parts = [batches(text, batch=2, context=5, seed=7, share=Share(r, 3)) for r in range(3)]
+    for _ in range(4):
+        assert torch.equal(next(whole), torch.cat([next(part) for part in parts]))
 
 
 def test_a_text_of_just_one_window_is_enough_and_a_shorter_one_is_refused() -> None:
@@ -118,8 +127,9 @@ def test_the_model_learns() -> None:
 
 
 def test_the_default_budget_is_a_quarter_of_the_states() -> None:
-    assert parse([]).budget_bytes(1000) == 1000 * 14 // 4
-    assert parse(["--dtype", "fp32"]).budget_bytes(1000) == 1000 * 16 // 4
+    assert parse([]).budget_bytes(10**6) == 10**6 * 14 // 4
+    assert parse(["--dtype", "fp32"]).budget_bytes(10**6) == 10**6 * 16 // 4
+    assert parse([]).budget_bytes(1000) == 2 << 20
     assert parse(["--offload", "cpu"]).budget_bytes(1000) is None
     assert parse(["--host-memory", "3M"]).budget_bytes(1000) == 3 << 20
 
@@ -167,10 +177,10 @@ def test_only_nvme_has_a_path() -> None:
             "offload_param": {"device": offload},
             "offload_optimizer": {"device": offload},
         }
-    config = engine_config(parse(["--path", "somewhere"]), 1000)
+    config = engine_config(parse(["--path", "somewhere"]), 10**6)
     assert "'nvme_path': 'somewhere'" in str(config)
     assert config["tiering"] == {
         "compute_dtype": "auto",
         "aio_backend": "auto",
-        "host_memory": 3500,
+        "host_memory": 3_500_000,
     }

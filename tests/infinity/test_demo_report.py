@@ -142,6 +142,29 @@ def test_the_live_line_tells_speed_share_and_memory() -> None:
     assert "arena 1/3 MB" in lines[0]
 
 
+def test_several_ranks_are_told_together_and_each() -> None:
+    """Bytes are added up, a step is as long as the slowest has it, the loss is the mean."""
+    quick = result(*[step(3.0, 4.0)] * 4)
+    slow = result(*[step(4.0, 6.0)] * 4)
+    both = report.Result.as_one([quick, slow])
+    assert report.Result.as_one([quick]) is quick
+    assert (both.step_s, both.last_loss) == (6.0, 3.5)
+    assert both.tokens_per_s == 2 * slow.tokens_per_s
+    assert both.stats.nvme_read_bytes == 2 * quick.stats.nvme_read_bytes
+    assert both.peak_memory_bytes == 10_000_000
+    # Twice the bytes at twice the speed, as both were measured at once.
+    assert both.ideal == slow.ideal
+    rows = {row.name: row for row in report.rows(both)}
+    assert rows["read from NVMe"].value.startswith("32.00 ")
+    assert rows["waited"].value == "1.50 s in all, of 2 ranks"
+    assert rows["process memory"].value == "10 MB over the start at most, of 2 ranks"
+    assert rows["rank 1"].value.endswith("tokens/s, 50% of ideal")
+    assert "process 5 MB over the start" in rows["rank 0"].note
+    assert "rank 0" not in {row.name for row in report.rows(quick)}
+    loaded = json.loads(json.dumps(report.as_json(both)))
+    assert [rank["step_s"] for rank in loaded["ranks"]] == [4.0, 6.0]
+
+
 def test_peak_memory_counts_what_came_after_the_start() -> None:
     peak = report.PeakMemory()
     held = bytearray(64 << 20)
