@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ from torch.nn import functional
 import infinity
 from infinity.agreement import Agreement, Collective
 from infinity.comm import Communicator
+from infinity.demo.corpus import Share, batches, read_corpus
+from infinity.demo.model import GPT, GPTConfig
 from infinity.report import EngineStats
 from tests.infinity.conftest import (
     Config,
@@ -56,6 +59,55 @@ def test_several_ranks_equal_one_with_accumulation_clipping_and_uneven_sizes(
         assert_close(weights, reference(3, clip=0.5), rtol=1e-5, atol=1e-6)
         assert norms == outcomes[0][0]
         assert norms == pytest.approx(alone, rel=1e-5)
+
+
+GPT_STEPS = 20
+
+
+def train_gpt(config: Config) -> list[float]:
+    """This rank's losses of its share of each batch of four windows."""
+    comm = Communicator()
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(layers=3, width=48, context=16))
+    engine, *_ = infinity.initialize(model=model, config=config)
+    windows = 4 // comm.size
+    drawn = batches(
+        read_corpus(max_bytes=2**16),
+        batch=windows,
+        context=16,
+        seed=0,
+        share=Share(comm.rank, comm.size),
+    )
+    losses = []
+    with engine:
+        for ids in itertools.islice(drawn, GPT_STEPS):
+            loss = engine(ids)
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_losses_of_a_gpt_on_two_ranks_are_those_of_one(
+    stage: int, on_ranks: RankPool, tmp_path: Path
+) -> None:
+    """Step by step over the same batches, while it learns; clipped and with decay."""
+    home = "nvme" if stage == 3 else "none"
+    config = config_for(
+        tmp_path,
+        param=home,
+        optimizer=home,
+        zero_optimization={"stage": stage},
+        gradient_clipping=1.0,
+    )
+    alone = train_gpt(config)
+    first, second = on_ranks(2, train_gpt, config)
+    together = [(a + b) / 2 for a, b in zip(first, second, strict=True)]
+    assert len(together) == GPT_STEPS
+    assert together == pytest.approx(alone, rel=1e-5)
+    assert first != second
+    assert alone[-1] < alone[0] - 0.5
 
 
 def test_where_states_live_changes_nothing_on_two_ranks(on_ranks: RankPool, tmp_path: Path) -> None:
