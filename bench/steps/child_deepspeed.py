@@ -25,6 +25,7 @@ class DeepSpeed(Trainer):
         run: the work.
     """
 
+    is_strict = False  # we do not know all its kernels
     version = f"{torch.__version__}, DeepSpeed {deepspeed.__version__}"
 
     def __init__(self, run: Run) -> None:

@@ -14,11 +14,13 @@ import torch
 from bench.steps import device
 from bench.steps.child_device import flop_per_s, link_bytes_per_s
 from bench.steps.contestants import (
+    Contestant,
     ContestantError,
     DeepSpeed,
     DeepSpeedSettings,
     OffloadDevice,
     Ours,
+    PlainTorch,
     run_child,
 )
 from bench.steps.link import Pieces
@@ -60,6 +62,15 @@ def test_a_deterministic_child_is_told_before_it_starts(tmp_path: Path) -> None:
     python.chmod(0o755)
     with pytest.raises(ContestantError, match="it has :4096:8"):
         run_child(DeepSpeed(python), brief(deterministic=True), root=tmp_path, limit_s=60)
+
+
+@pytest.mark.parametrize("contestant", [Ours(), PlainTorch()])
+def test_all_kernels_have_a_deterministic_form(contestant: Contestant) -> None:
+    """Of the GPU's if there is one: a kernel that has none is an error."""
+    training = brief(steps=3, deterministic=True, compute_dtype="fp32")
+    runs = [run_child(contestant, training, root=None, limit_s=300) for _ in range(2)]
+    one, other = ([step.loss for step in run.steps] for run in runs)
+    assert one == other
 
 
 def test_an_interpreter_that_is_none_is_told_of(tmp_path: Path) -> None:
