@@ -182,6 +182,7 @@ def _run(options: Options, console: Console, comm: Communicator, voice: _Voice) 
         plain = PlainTorch(model, options, device) if options.compare_torch else None
         config = engine_config(options, -(-numel // comm.size))
         engine, *_ = infinity.initialize(model=model, config=config)
+        voice.all_hear = False
         with engine:
             stats = engine.stats()
             limits = report.Limits(
@@ -193,7 +194,6 @@ def _run(options: Options, console: Console, comm: Communicator, voice: _Voice) 
                 ),
                 nvme_bytes_per_s=nvme_bytes_per_s,
             )
-            voice.all_hear = False
             everybody = comm.gather_objects((limits, stats.arena_budget_bytes))
             limits_of_all = report.Limits.as_one([limits for limits, _ in everybody])
             _introduce(console, options, numel, limits_of_all, ranks=comm.size)
