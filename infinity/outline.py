@@ -94,7 +94,13 @@ def outline_of(model: nn.Module, config: Config, comm: Communicator) -> Outline:
         for g, layout, nbytes, is_early in zip(groups, layouts, elements, early, strict=True)
     ]
     tiers = Tiers(Tier(zero.offload_param.device), Tier(zero.offload_optimizer.device))
-    here = reside(sizes, tiers, device_bytes=or_none(tiering.device_memory) or 0)
+    accumulation = config.batch(world_size=comm.size).accumulation
+    here = reside(
+        sizes,
+        tiers,
+        device_bytes=or_none(tiering.device_memory) or 0,
+        early_near=device.type != "cpu" and accumulation == 1,
+    )
     sizes = [size._replace(here=stay) for size, stay in zip(sizes, here, strict=True)]
     shard_bytes = {
         group: 0 if size.here.shard else size.shard_numel * size.element_bytes.storage_bytes

@@ -182,7 +182,9 @@ def updated_early(trained_numel: Sequence[int]) -> list[bool]:
     return chosen[::-1]
 
 
-def reside(units: Sequence[UnitSize], tiers: Tiers, *, device_bytes: int) -> list[Here]:
+def reside(
+    units: Sequence[UnitSize], tiers: Tiers, *, device_bytes: int, early_near: bool = False
+) -> list[Here]:
     """Choose what is on the device for good: gradients first, then weights, then states.
 
     A byte of each saves as much on the way to the host and to the drive. A gradient also leaves its
@@ -192,11 +194,17 @@ def reside(units: Sequence[UnitSize], tiers: Tiers, *, device_bytes: int) -> lis
         units: of the model.
         tiers: from the config; what is at home on the device is counted there already.
         device_bytes: for all that stays.
+        early_near: whether gradients that are used under backward never leave the device; they are
+            few at a time, and not among those that stay.
     """
+    passing = [u.early and early_near for u in units]
     left_bytes = device_bytes
     chosen = []
     for are_away, sizes_bytes in (
-        (tiers.tiles is not Tier.DEVICE, [u.trained * u.gradient_bytes for u in units]),
+        (
+            tiers.tiles is not Tier.DEVICE,
+            [u.trained * (not p) * u.gradient_bytes for u, p in zip(units, passing, strict=True)],
+        ),
         (tiers.shards is not Tier.DEVICE, [u.shard_bytes for u in units]),
         (tiers.tiles is not Tier.DEVICE, [u.trained * u.shard_numel * STATE_BYTES for u in units]),
     ):
@@ -206,6 +214,7 @@ def reside(units: Sequence[UnitSize], tiers: Tiers, *, device_bytes: int) -> lis
         ]
         left_bytes -= sum(itertools.compress(sizes_bytes, stay))
         chosen.append(stay)
+    chosen[0] = [stay or near for stay, near in zip(chosen[0], passing, strict=True)]
     return list(itertools.starmap(Here, zip(*chosen, strict=True)))
 
 
@@ -229,7 +238,9 @@ def device_terms(
     trained = [u for u in units if u.trained]
     tiles_near, shards_near = tiers.tiles is Tier.DEVICE, tiers.shards is Tier.DEVICE
     states = sum(u.shard_numel * STATE_BYTES for u in trained if tiles_near or u.here.tiles)
-    gradients = sum(u.gradient_bytes for u in trained if tiles_near or u.here.gradient)
+    near = [u for u in trained if tiles_near or u.here.gradient]
+    passing_gradients = sorted(u.gradient_bytes for u in near if u.early)[-2:]
+    gradients = sum(u.gradient_bytes for u in near if not u.early) + sum(passing_gradients)
     largest_shard = max((u.shard_bytes for u in units), default=0)
     tile_bytes = aligned_bytes(tile_numel * STATE_BYTES)
     passing = [] if tiles_near or not trained else [tile_bytes]

@@ -115,3 +115,30 @@ def test_a_model_built_on_the_cpu_computes_on_the_gpu(tmp_path: Path) -> None:
     assert weights["0.weight"].is_cuda
     assert weights["count"].dtype is torch.int64
     assert losses[0] > 0
+
+
+@pytest.mark.parametrize("optimizer", ["cpu", "nvme"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_updates_under_backward_give_the_same_weights(
+    accumulation: int, optimizer: str, tmp_path: Path
+) -> None:
+    """Whether gradients stay on the device until then, or come back to it."""
+    model = base_model().cuda()
+    runs = [
+        train(
+            copy.deepcopy(model),
+            config_for(
+                tmp_path,
+                param="cpu",
+                optimizer=optimizer,
+                gradient_accumulation_steps=accumulation,
+                bf16={"enabled": True},
+                tiering={"update_in_backward": early, "poison": early},
+            ),
+            steps=8,
+            batches=_on_gpu(),
+        )
+        for early in (False, True)
+    ]
+    assert runs[0][0] == runs[1][0]
+    assert_equal(runs[0][1], runs[1][1])

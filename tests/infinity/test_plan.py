@@ -16,6 +16,7 @@ from infinity.plan import (
     Wishes,
     device_terms,
     make_plan,
+    reside,
     stays,
 )
 from tiering.errors import ConfigError
@@ -164,3 +165,16 @@ def test_the_device_holds_what_stays_what_is_used_and_what_is_on_its_way() -> No
         *(3 * 8192, 3 * 4096 * 12, 3 * 8192),
         *(0, 0, 0, 4096 * 4 + 2 * 16384),
     ]
+
+
+def test_gradients_used_under_backward_pass_the_device_two_at_a_time() -> None:
+    """They take nothing of what may stay, no room in the host, and are counted as passing."""
+    units = [UnitSize(4096, True, BF16, early=at > 1) for at in range(4)]
+    here = reside(units, ALL_NVME, device_bytes=8192, early_near=True)
+    assert [stay.gradient for stay in here] == [False, True, True, True]
+    assert not any(stay.gradient for stay in reside(units, ALL_NVME, device_bytes=0))
+    sizes = [unit._replace(here=stay) for unit, stay in zip(units, here, strict=True)]
+    plan = make_plan(ModelSize(sizes, active_bytes=8192, storage_bytes=2), ALL_NVME)
+    assert dict(plan.terms)["gradients"] == 8192
+    terms = device_terms(sizes, ALL_NVME, used_bytes=0, tile_numel=4096, ahead_bytes=0)
+    assert dict(terms)["gradients that stay"] == 3 * 8192
