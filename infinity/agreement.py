@@ -158,7 +158,7 @@ class Agreement:
         for number in itertools.islice(self._promised, _AHEAD):
             begin = self._collectives[number].begin
             if begin is not None:
-                self._guarded(begin)
+                self.guarded(begin)
                 return
 
     def _turn(self, mine: int) -> tuple[list[int], dict[int, Outcome]]:
@@ -171,10 +171,12 @@ class Agreement:
         if len(self._done) == _MOST_DONE:  # no step for long, as in evaluation
             self._done.clear()
         self._done.append(number)
-        return self._guarded(self._collectives[number].part)
+        return self.guarded(self._collectives[number].part)
 
-    def _guarded(self, make: Callable[[], _T]) -> _T:
-        """What fails here has been made by the others: there is no way back."""
+    def guarded(self, make: Callable[[], _T]) -> _T:
+        """Do what belongs to a collective. What fails has been made by the others: no way back."""
+        if self._comm.size == 1:
+            return make()
         try:
             return make()
         except BaseException as error:

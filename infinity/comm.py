@@ -276,12 +276,7 @@ class Communicator:
         """
         with self._hop("gather", "an all-gather"):
             work = _ALL_GATHER(whole, shard, group=self._data, async_op=True)
-
-        def finish() -> None:
-            with self._hop("gather", "an all-gather"):
-                work.wait()
-
-        return finish
+        return self._finishing(work, "gather", "an all-gather")
 
     def reduce_scatter(self, whole: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
         """Sum all ranks' buffers and keep the own part.
@@ -295,16 +290,41 @@ class Communicator:
         """
         if self.size == 1:
             return whole
-        with self._hop("reduce", "a reduce-scatter"):
-            _REDUCE_SCATTER(shard, whole, group=self._data)
+        self.begin_reduce_scatter(whole, shard)()
         return shard
+
+    def begin_reduce_scatter(self, whole: torch.Tensor, shard: torch.Tensor) -> Callable[[], None]:
+        """The same in the background; with more than one rank.
+
+        Returns:
+            What makes ``shard`` complete for all later work; both tensors are in use until then.
+        """
+        with self._hop("reduce", "a reduce-scatter"):
+            work = _REDUCE_SCATTER(shard, whole, group=self._data, async_op=True)
+        return self._finishing(work, "reduce", "a reduce-scatter")
 
     def all_reduce(self, whole: torch.Tensor) -> torch.Tensor:
         """Sum all ranks' buffers, in place."""
         if self.size > 1:
-            with self._hop("reduce", "an all-reduce"):
-                dist.all_reduce(whole, group=self._data)
+            self.begin_all_reduce(whole)()
         return whole
+
+    def begin_all_reduce(self, whole: torch.Tensor) -> Callable[[], None]:
+        """Sum all ranks' buffers, in place, in the background; with more than one rank.
+
+        Returns:
+            What makes ``whole`` complete for all later work.
+        """
+        with self._hop("reduce", "an all-reduce"):
+            work = dist.all_reduce(whole, group=self._data, async_op=True)
+        return self._finishing(work, "reduce", "an all-reduce")
+
+    def _finishing(self, work: dist.Work, hop: str, what: str) -> Callable[[], None]:
+        def finish() -> None:
+            with self._hop(hop, what):
+                work.wait()
+
+        return finish
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Give every rank what rank 0 has, in place; contiguous, on the device of `open`."""

@@ -19,13 +19,16 @@ Note: what the buffer is
       (stages 0 and 1):                        at the step
 
 A rank adds what it has got when the ranks come to sum a unit, be it all, a part or nothing; what
-comes later goes into a further sum. So the mean does not depend on who used what, and when.
+comes later goes into a further sum. So the mean does not depend on who used what, and when. A sum
+is made while backward goes on with the unit before; it is added to the record when the next sum has
+begun, when backward ends, or when somebody wants to know.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Final, NamedTuple
+from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 
@@ -38,10 +41,12 @@ from tiering.store import Lease
 from tiering.tiers.device import DeviceTier
 from tiering.trace import Access
 
+_SUMS: Final = 1  # under way beside backward, each of a unit
 _PART_NUMEL: Final = 2**18  # squared at once: 1 MiB of them, which stays in the cache
 
 
-class Reduction(NamedTuple):
+@dataclass(frozen=True)
+class Reduction:
     """How the ranks' gradients become one, their mean."""
 
     comm: Communicator
@@ -56,6 +61,8 @@ class Reduction(NamedTuple):
     """By which gradients are too large."""
     predivisor: float = 1.0
     """Of gradients before the sum; what is left of the number of ranks divides it."""
+    under_way: list[UnitGradients] = field(default_factory=list)
+    """Those whose sum was begun, and not added to the record yet."""
 
 
 class UnitGradients:
@@ -82,8 +89,8 @@ class UnitGradients:
         self.early = early
         self.arrived: set[int] = set()
         """Parameters that got a gradient in this cycle, by index."""
-        self.square_sum: torch.Tensor | float = 0.0
-        """Of the own part of all that came in this cycle; valid after `close`, or `reduce`."""
+        self._square_sum: torch.Tensor | float = 0.0
+        self._sum: Callable[[], torch.Tensor] | None = None  # ends the one under way: the mean
         self.is_spent = False
         """Whether the update has been made, and the cycle has not ended."""
         self._seen: set[int] = set()  # in this backward pass
@@ -91,7 +98,7 @@ class UnitGradients:
         self._reduction = reduction
         # Whether gradients are collected in the record itself.
         self._in_record = on_device and (reduction.comm.size == 1 or not reduction.is_early)
-        self._number = reduction.agreement.add(Collective(self._add_sum))
+        self._number = reduction.agreement.add(Collective(self._begin_sum))
         self._lease: Lease | None = None
         self._whole: torch.Tensor | None = None
         self._is_fresh = True  # nothing of this cycle is in the record
@@ -144,8 +151,14 @@ class UnitGradients:
             return
         self._fill_missing(self._whole)
         if self._reduction.comm.size == 1:
-            self.square_sum = square_sum(self._whole)
+            self._square_sum = square_sum(self._whole)
         self._end_lease()
+
+    @property
+    def square_sum(self) -> torch.Tensor | float:
+        """Of the own part of all that came in this cycle; valid after `close`, or `reduce`."""
+        self.finish()
+        return self._square_sum
 
     def reduce(self) -> None:
         """At the step, all ranks together: make whole gradients the mean of all.
@@ -162,17 +175,19 @@ class UnitGradients:
             if fresh:
                 record.zero_()
             own = record[slice(*self.unit.records.own_of_gradient)]
-            own.copy_(self._mean(record))
-            self.square_sum = square_sum(own)
+            own.copy_(self._begin_mean(record)())
+            self._square_sum = square_sum(own)
         self._is_fresh = False
 
     def lease(self) -> Lease:
         """The record, for the update to read: ``gradient``, shape (shard numel,)."""
+        self.finish()
         return self._pager.lease(self.unit.records.gradient.key, Access.READ)
 
     def take(self) -> frozenset[int]:
         """Hand over this cycle's gradients, by index; the record is the taker's to `drop`."""
         self.close()
+        self.finish()
         arrived = frozenset(self.arrived)
         self.arrived.clear()
         self._is_fresh = True
@@ -185,6 +200,7 @@ class UnitGradients:
     def discard(self) -> None:
         """Forget everything that came in this cycle, on this rank."""
         self._seen.clear()
+        self.finish()
         if self._lease is not None:
             self._end_lease()
         self._whole = None
@@ -210,6 +226,7 @@ class UnitGradients:
         """
         self._refuse_if_spent(index)
         self.close()
+        self.finish()
         if self._is_fresh:
             return index in self.arrived
         with self.lease() as lease:
@@ -225,6 +242,7 @@ class UnitGradients:
         """Put this rank's part of a parameter's gradient, shape (numel,), in place of what came."""
         self._refuse_if_spent(index)
         self.close()
+        self.finish()
         fresh, self._is_fresh = self._is_fresh, False
         with self._pager.lease(self.unit.records.gradient.key, _access(fresh)) as lease:
             record = lease["gradient"]
@@ -232,7 +250,7 @@ class UnitGradients:
                 record.zero_()
             for mine, theirs in self._parts(index):
                 record[theirs].copy_(value[mine]).mul_(self._reduction.scale())
-            self.square_sum = square_sum(record[slice(*self.unit.records.own_of_gradient)])
+            self._square_sum = square_sum(record[slice(*self.unit.records.own_of_gradient)])
         self.arrived.add(index)
 
     def _parts(self, index: int) -> Iterator[tuple[slice, slice]]:
@@ -283,41 +301,65 @@ class UnitGradients:
             whole[place.stop if index in self.arrived else place.start : padded.stop].zero_()
 
     @torch.no_grad()
+    def _begin_sum(self) -> None:
+        """Take part in a sum with what has come so far."""
+        self.finish()
+        self._sum, self._whole = self._begin_mean(self._open()), None
+        under_way = self._reduction.under_way
+        under_way.append(self)
+        most = 0 if self._reduction.comm.size == 1 else _SUMS
+        while len(under_way) > most:
+            under_way[0].finish()
+
+    def finish(self) -> None:
+        """Add the sum under way, if there is one, to the record."""
+        if self._sum is not None:
+            self._reduction.agreement.guarded(self._add_sum)
+
+    @torch.no_grad()
     def _add_sum(self) -> None:
-        """Take part in a sum with what has come so far, and add the own part to the record."""
-        whole = self._open()
-        device = self._reduction.device
+        assert self._sum is not None
+        self._reduction.under_way.remove(self)
+        end, self._sum = self._sum, None
+        mean, device = end(), self._reduction.device
+        self.unit.order.follow(mean)
         lease = self._pager.lease(self.unit.records.gradient.key, _access(self._is_fresh))
         try:
-            mean = self._mean(whole)
             if not self._is_fresh:
                 before, _ = device.upload(lease["gradient"])
                 mean = mean.to(before.dtype).add_(before)
             mean = mean.to(lease["gradient"].dtype)
-            self.square_sum = square_sum(mean)
+            self._square_sum = square_sum(mean)
             hop = device.offload(mean, lease["gradient"])
         except BaseException:
             lease.abandon()
             raise
         lease.release_behind(hop)
-        self._whole = None
         self._is_fresh = False
 
-    def _mean(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the mean over all ranks; ``whole`` is used up."""
+    def _begin_mean(self, whole: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin to sum over all ranks; ``whole`` is used up.
+
+        Returns:
+            What ends that, and returns this rank's part of the mean.
+        """
         comm, predivisor = self._reduction.comm, self._reduction.predivisor
         if comm.size == 1:
-            return whole
-        summed = whole.to(self._reduction.device.device, self._reduction.dtype or whole.dtype)
+            return lambda: whole
+        given = whole.to(self._reduction.device.device, self._reduction.dtype or whole.dtype)
         if predivisor != 1.0:
-            summed.div_(predivisor)
+            given.div_(predivisor)
         if self.unit.layout.world_size == 1:
-            comm.all_reduce(summed)
+            summed, finish = given, comm.begin_all_reduce(given)
         else:
-            summed = comm.reduce_scatter(summed, summed.new_empty(self.unit.layout.shard_numel))
-        if predivisor != comm.size:
-            summed.div_(comm.size / predivisor)
-        return summed
+            summed = given.new_empty(self.unit.layout.shard_numel)
+            finish = comm.begin_reduce_scatter(given, summed)
+
+        def end() -> torch.Tensor:
+            finish()
+            return summed.div_(comm.size / predivisor) if predivisor != comm.size else summed
+
+        return end
 
 
 def _access(fresh: bool) -> Access:  # noqa: FBT001

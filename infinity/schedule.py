@@ -155,6 +155,8 @@ class Schedule:
         with self._phases.of("reduce"):
             for gradients in self._gradients.values():
                 gradients.close()
+            for gradients in self._gradients.values():
+                gradients.finish()
         self.release_idle()
         self._pager.advance()
 

@@ -609,3 +609,32 @@ def test_a_rank_that_failed_in_a_collective_gets_nothing_more_from_the_others() 
     assert second[0] == "the shard cannot be read"
     assert "did not make a collective that the others made" in second[1]
     assert "rank 1 failed: OSError: the shard cannot be read" in first[0]
+
+
+def sums_beside_backward(config: Config) -> tuple[list[int], int]:
+    """How many sums were under way as each block's backward began, and after backward."""
+    model = base_model()
+    engine, *_ = infinity.initialize(model=model, config=config)
+    under_way = engine._parts.optimizer._gradients[0]._reduction.under_way
+    counts: list[int] = []
+    for block in model[1:4]:
+        block.register_full_backward_pre_hook(lambda *_: counts.append(len(under_way)))
+    with engine:
+        inputs, targets = samples(0)
+        engine.backward(base_loss(engine, (inputs[:4], targets[:4])))
+        left = len(under_way)
+        engine.step()
+    return counts, left
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_are_summed_while_backward_goes_on(
+    stage: int, on_ranks: RankPool, tmp_path: Path
+) -> None:
+    """One unit's at a time, and none is left when backward has ended."""
+    home = {"param": "none", "optimizer": "cpu"} if stage < 3 else {}
+    config = config_for(tmp_path, **home, zero_optimization={"stage": stage})
+    config["train_micro_batch_size_per_gpu"] = "auto"
+    for counts, left in on_ranks(2, sums_beside_backward, config):
+        assert counts == [1, 1, 1]
+        assert left == 0
