@@ -319,7 +319,7 @@ def _build(  # noqa: PLR0913
         kept=frozenset(kept),
         unmanaged=tuple((n, p) for n, p in model.named_parameters() if p not in trained),
         state_bytes=sum(spec.nbytes for u in units for spec in (u.records.shard, *u.records.tiles)),
-        device_plan_bytes=outline.device_bytes,
+        device_plan_bytes=outline.device_plan_bytes,
         huge_bytes=min(arena.memory.page_report().huge_bytes, arena.capacity_bytes),
     )
 

@@ -26,6 +26,7 @@ begun, when backward ends, or when somebody wants to know.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
@@ -116,7 +117,6 @@ class UnitGradients:
         """
         self._refuse_if_spent(index)
         whole = self._open()
-        self.unit.order.follow(whole)
         place = self.unit.layout.parameters[index]
         target = whole[place.start : place.stop].view(gradient.shape)
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
@@ -200,7 +200,9 @@ class UnitGradients:
     def discard(self) -> None:
         """Forget everything that came in this cycle, on this rank."""
         self._seen.clear()
-        self.finish()
+        if self._sum is not None:
+            self._sum()
+            self._end_sum()
         if self._lease is not None:
             self._end_lease()
         self._whole = None
@@ -276,6 +278,7 @@ class UnitGradients:
 
     def _open(self) -> torch.Tensor:
         if self._whole is not None:
+            self.unit.order.follow(self._whole)
             return self._whole
         self.unit.settle()  # or this would overwrite what an update still needs
         records = self.unit.records
@@ -319,15 +322,13 @@ class UnitGradients:
     @torch.no_grad()
     def _add_sum(self) -> None:
         assert self._sum is not None
-        self._reduction.under_way.remove(self)
-        end, self._sum = self._sum, None
-        mean, device = end(), self._reduction.device
+        mean, device = self._sum(), self._reduction.device
         self.unit.order.follow(mean)
         lease = self._pager.lease(self.unit.records.gradient.key, _access(self._is_fresh))
         try:
             if not self._is_fresh:
                 before, _ = device.upload(lease["gradient"])
-                mean = mean.to(before.dtype).add_(before)
+                mean = mean.to(before.dtype) + before  # beside it: this may fail, and be done again
             mean = mean.to(lease["gradient"].dtype)
             self._square_sum = square_sum(mean)
             hop = device.offload(mean, lease["gradient"])
@@ -335,13 +336,18 @@ class UnitGradients:
             lease.abandon()
             raise
         lease.release_behind(hop)
+        self._end_sum()
         self._is_fresh = False
+
+    def _end_sum(self) -> None:
+        self._sum = None
+        self._reduction.under_way.remove(self)
 
     def _begin_mean(self, whole: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Begin to sum over all ranks; ``whole`` is used up.
 
         Returns:
-            What ends that, and returns this rank's part of the mean.
+            What ends that, and returns this rank's part of the mean, as often as it is called.
         """
         comm, predivisor = self._reduction.comm, self._reduction.predivisor
         if comm.size == 1:
@@ -355,6 +361,7 @@ class UnitGradients:
             summed = given.new_empty(self.unit.layout.shard_numel)
             finish = comm.begin_reduce_scatter(given, summed)
 
+        @functools.cache
         def end() -> torch.Tensor:
             finish()
             return summed.div_(comm.size / predivisor) if predivisor != comm.size else summed

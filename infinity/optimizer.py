@@ -3,7 +3,7 @@
 Note: the trip of a tile
 
 Its ``read`` was started earlier, by the trace. `_pass_tile` brings it to where the model computes
-(``upload``; on a CPU it is there), `_update_tile` widens the gradient and makes one Adam ``step``,
+(``upload``; on a CPU it is there), widens the gradient and makes one Adam ``step``,
 and the new weights are ``publish``ed into the unit's new shard (rounded to the storage type), which
 takes the old one's place when it is whole. The tile goes back (``offload``), and its ``write``
 starts and runs behind the next tile's step; the shard's when its last tile is done. A new shard
@@ -29,8 +29,9 @@ goes on alone: what they decide on (norm, scale, skipping) is the same on all.
 What would break it: changing a gradient record between the step and the update. `UnitGradients`
 settles the unit before it opens the record for the next cycle. Losing an update, or making it
 twice: it is due until its last tile is done, and one that is interrupted in between tears the
-state, for good. A device without memory is no such interruption: tiles that passed through it are
-new or old as a whole, and the rest is made when the unit is next needed.
+state, for good. A device without memory is no such interruption for one rank: tiles that passed
+through it are new or old as a whole, and the rest is made when the unit is next needed. (Among
+several the others have gathered meanwhile what this one could not make.)
 """
 
 from __future__ import annotations
@@ -471,6 +472,7 @@ class PagedAdam(torch.optim.Optimizer):
             shard_lease = self._pager.lease(records.shard.key, Access.OVERWRITE)
             failing.callback(shard_lease.abandon)
             gradient, gradient_hop = device.upload(gradient_lease["gradient"])
+            unit.order.follow(gradient)
             home = shard_lease["shard"]
             is_elsewhere = home.device.type != device.device.type
             shard = torch.empty_like(home, device=device.device) if is_elsewhere else home

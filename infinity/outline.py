@@ -66,7 +66,7 @@ class Outline(NamedTuple):
     whole_gradients: bool
     """Whether a rank keeps whole gradients until the step: only where they are made."""
     plan: Plan
-    device_bytes: int
+    device_plan_bytes: int
     """That a GPU holds at once, activations apart."""
 
 
@@ -99,7 +99,7 @@ def outline_of(model: nn.Module, config: Config, comm: Communicator) -> Outline:
         sizes,
         tiers,
         device_bytes=or_none(tiering.device_memory) or 0,
-        early_near=device.type != "cpu" and accumulation == 1,
+        early_near=device.type != "cpu" and accumulation == 1 and zero.stage == _PARAMETERS,
     )
     sizes = [size._replace(here=stay) for size, stay in zip(sizes, here, strict=True)]
     shard_bytes = {
@@ -123,6 +123,7 @@ def outline_of(model: nn.Module, config: Config, comm: Communicator) -> Outline:
         used_bytes=sum(whole_bytes.values()) if stay else _active_bytes(scopes, whole_bytes),
         tile_numel=plan.tile_numel,
         ahead_bytes=AHEAD_BYTES,
+        ranks=parts,
     )
     return Outline(
         device=device,
@@ -136,7 +137,7 @@ def outline_of(model: nn.Module, config: Config, comm: Communicator) -> Outline:
         units_stay=stay,
         whole_gradients=whole_gradients,
         plan=plan,
-        device_bytes=sum(nbytes for _, nbytes in on_device),
+        device_plan_bytes=sum(nbytes for _, nbytes in on_device),
     )
 
 

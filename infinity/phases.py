@@ -5,7 +5,8 @@ blocked is others' to tell (the store of the drive, the communicator of the othe
 taken off the phase it fell in. So all phases, the waits and what is outside of the engine add up to
 the time that has passed.
 
-Every phase is also a range of the torch profiler, with the name of the phase and what it was for.
+While somebody profiles, every phase is also a range of the torch profiler, with the name of the
+phase and what it was for.
 """
 
 from __future__ import annotations

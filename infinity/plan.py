@@ -218,13 +218,14 @@ def reside(
     return list(itertools.starmap(Here, zip(*chosen, strict=True)))
 
 
-def device_terms(
+def device_terms(  # noqa: PLR0913
     units: Sequence[UnitSize],
     tiers: Tiers,
     *,
     used_bytes: int,
     tile_numel: int,
     ahead_bytes: int,
+    ranks: int = 1,
 ) -> list[tuple[str, int]]:
     """What a GPU holds at once beside the model's activations: what for, and bytes.
 
@@ -234,6 +235,7 @@ def device_terms(
         used_bytes: of whole weights in use at once, as the model sees them.
         tile_numel: most elements of a tile.
         ahead_bytes: most that is between the caller and the device.
+        ranks: over which units are divided.
     """
     trained = [u for u in units if u.trained]
     tiles_near, shards_near = tiers.tiles is Tier.DEVICE, tiers.shards is Tier.DEVICE
@@ -245,12 +247,13 @@ def device_terms(
     tile_bytes = aligned_bytes(tile_numel * STATE_BYTES)
     passing = [] if tiles_near or not trained else [tile_bytes]
     passing += [] if shards_near else [largest_shard]
-    made = [u.gradient_bytes for u in trained if not (tiles_near or u.here.gradient)]
+    made = [u.gradient_bytes * ranks for u in trained if ranks > 1 or u not in near]
     return [
         ("weights that stay", sum(u.shard_bytes for u in units if shards_near or u.here.shard)),
         ("optimizer states that stay", states),
-        ("gradients that stay", gradients),
+        ("gradients", gradients),
         ("weights in use", used_bytes),
+        ("weights gathered ahead", largest_shard * ranks if ranks > 1 else 0),
         ("copies under way", ahead_bytes + max(passing) if passing else 0),
         ("gradients being made, and leaving", 2 * max(made, default=0)),
         ("a gradient and new weights in the update", tile_numel * 4 + 2 * largest_shard),

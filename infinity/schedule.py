@@ -22,7 +22,7 @@ from torch import nn
 
 from infinity.gradients import UnitGradients
 from infinity.phases import Phases
-from infinity.unit import Unit, UnitState
+from infinity.unit import Unit
 from tiering.errors import EngineClosedError, TieringWarning
 from tiering.prefetch import Prefetcher
 
@@ -237,8 +237,6 @@ class Schedule:
     # -- one unit
 
     def _gather(self, unit: Unit) -> None:
-        if unit.state is UnitState.PRESENT:
-            return
         unit.gather()
         assert unit.flat is not None
         address = unit.flat.untyped_storage().data_ptr()

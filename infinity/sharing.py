@@ -84,7 +84,9 @@ def _by_size(keys: frozenset[str]) -> tuple[int, list[str]]:
 
 def memory_claims(nbytes: int) -> list[Claim]:
     """Of this rank's arena: by the machine and by each control group. See `PinnedMemory`."""
-    huge_bytes = reserved_huge_bytes()
+    huge_bytes = (
+        reserved_huge_bytes() // max(nbytes, 1) * nbytes
+    )  # an arena is there as a whole, or not
     huge = Pool(
         f"huge pages of {machine_id()}", huge_bytes, f"{huge_bytes} bytes are in huge pages"
     )

@@ -179,8 +179,8 @@ class Unit:
 
     def settle(self) -> None:
         """Make the new values, if that was put off. `update` may be called again if it failed."""
+        self.order.follow()
         if self._update is not None:
-            self.order.follow()
             self._updated = self._update()
             self._update = None
 
@@ -197,7 +197,6 @@ class Unit:
             assert self.flat is not None
             self.order.follow(self.flat)
             return
-        self.order.follow()
         self.settle()
         with torch.inference_mode(mode=False), self._phases.of("gather", self.names[0]):
             self.flat = self._gather_flat()
@@ -243,7 +242,6 @@ class Unit:
         """Give the own shard to all ranks, and begin to get theirs."""
         if self._coming is not None:
             return
-        self.order.follow()
         self.settle()
         with torch.inference_mode(mode=False):
             shard, lease, hop = self._own_shard()
@@ -301,9 +299,8 @@ class Unit:
 
     def forsake_in_child(self) -> None:
         """The same in a forked process, which must not give memory of a GPU back: it has none."""
-        for tensor in (self.flat, self._updated, self._coming and self._coming.whole):
-            if tensor is not None and tensor.device.type != "cpu":
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(tensor))
+        if self.flat is not None and self.flat.device.type != "cpu":
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.flat))
         self.forsake()
 
     @property

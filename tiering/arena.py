@@ -36,7 +36,7 @@ from tiering.records import aligned_bytes
 from tiering.spec import RecordSpec, TensorSpec
 
 _HOLDERS_NAMED = 4  # in an error message
-_POISON = 255
+POISON = 255
 _Extent: TypeAlias = tuple[int, int]  # start, end
 
 
@@ -265,7 +265,7 @@ class Arena:
     def _poison(self, start: int, end: int) -> None:
         """Fill what is free, if this is debug mode and the memory is still there."""
         if self.poison and self._memory is not None:
-            ctypes.memset(self._memory.address + start, _POISON, end - start)
+            ctypes.memset(self._memory.address + start, POISON, end - start)
 
     def _free_slot(self, slot: Slot) -> None:
         """The other half of `Slot.free`: never blocks, since a finalizer may be what calls it."""

@@ -113,7 +113,7 @@ class Prefetcher:
 
     def fetch(self) -> None:
         """Start reads of what is used soon, and claim room to overwrite, if there is room."""
-        if not self._store.uses_drive or self._store.lacks_nothing():
+        if not self._store.has_absent():
             return
         if not self._passes:
             self._store.drop_claims()

@@ -179,8 +179,7 @@ class Lease:
             then: called when it has ended.
         """
         if hop is None:
-            self.release()
-            then()
+            self._store.end_now(self, then)
         else:
             self._store.end_behind(self, hop, then)
 
@@ -244,7 +243,6 @@ class TieredStore:
         self._relieve: Callable[[], bool] = lambda: False
         self._refill: Callable[[], None] = lambda: None
         self._is_waiting = False
-        self._has_drive = False
         self._behind: dict[Lease, tuple[Hop, Callable[[], None]]] = {}  # the oldest come first
         self._are_behind: Counter[str] = Counter()  # of each record
 
@@ -268,7 +266,6 @@ class TieredStore:
             raise RecordError(f"record {spec.key!r} at home on {home.value} needs a drive, or none")
         if drive is not None:
             drive.create(spec)
-        self._has_drive |= home is Tier.NVME
         self._entries[spec.key] = Entry(spec, home, drive)
         self._list(self._entries[spec.key])
 
@@ -355,10 +352,14 @@ class TieredStore:
         del self._behind[lease]  # only now, so that an interrupted wait loses nothing
         self._are_behind[lease.key] -= 1
         self._arrivals += 1
+        self.end_now(lease, then)
+
+    def end_now(self, lease: Lease, then: Callable[[], None]) -> None:
+        """Release the lease; a failure of what follows is kept, as that of any write behind."""
         lease.release()
         try:
             then()
-        except TransferError as error:  # not of what is being done now
+        except TransferError as error:
             self._failed_writes[lease.key] = error
 
     def commit(self, entry: Entry, access: Access) -> None:
@@ -485,11 +486,6 @@ class TieredStore:
 
     # -- what is where, for the planner and the curious
 
-    @property
-    def uses_drive(self) -> bool:
-        """Whether any record is at home on one."""
-        return self._has_drive
-
     def state(self, key: str) -> State:
         """Where the record's newest bytes are."""
         return self._entry(key).state
@@ -516,9 +512,9 @@ class TieredStore:
             return nothing._replace(evictable_bytes=entry.slot_bytes)
         return nothing
 
-    def lacks_nothing(self) -> bool:
-        """Whether all records of the drive are in the arena."""
-        return not self._absent
+    def has_absent(self) -> bool:
+        """Whether any record of the drive is not in the arena."""
+        return bool(self._absent)
 
     def room_bytes(self) -> int:
         """Arena bytes that are free or can be given up at once, without I/O."""

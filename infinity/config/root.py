@@ -22,6 +22,7 @@ from tiering.errors import ConfigError
 
 _PARAM = "zero_optimization.offload_param"
 _OPTIMIZER = "zero_optimization.offload_optimizer"
+_EARLY_STAGE = 3  # below it weights are present until the step
 
 
 class Config(BatchSizes, Training, Reporting, Elsewhere):
@@ -172,6 +173,12 @@ def _steps(config: Config) -> Iterator[Disagreement]:
     if not config.tiering.update_in_backward:
         return
     early = "tiering.update_in_backward"
+    if config.zero_optimization.stage < _EARLY_STAGE:
+        yield Disagreement(
+            (early, "zero_optimization.stage"),
+            f"{early} needs zero_optimization.stage {_EARLY_STAGE}, got "
+            f"{config.zero_optimization.stage}: below it weights stay present until the step",
+        )
     if config.gradient_clipping not in (0, "auto"):
         how = "" if "gradient_clipping" in config.model_fields_set else " where it is left out"
         yield Disagreement(

@@ -57,7 +57,9 @@ class Tiering(Section):
     """True: the later half of the model is updated under backward, each unit as soon as its
     gradients are complete, so that the drive works in backward as it does in forward. For training
     without clipping whose loop always steps after backward: what an update does (rates, decay) is
-    settled by then, and `zero_grad` or a change of it before the step is an error.
+    settled by then, and `zero_grad` or a change of it before the step is an error. On a GPU the
+    gradients of that half wait there: two units' at a time, but all of those units of which not
+    every parameter gets one in each backward.
     """
     poison: bool = False
     """True: for debugging. Memory that is free, in the arena and on the device, is filled with

@@ -151,9 +151,13 @@ BROKEN = {
         {"tiering": {"update_in_backward": True}},
         [
             (
+                "tiering.update_in_backward needs zero_optimization.stage 3, got 0: below it "
+                "weights stay present until the step"
+            ),
+            (
                 "gradient_clipping is 1.0 where it is left out, which needs all gradients before "
                 "the first update; so tiering.update_in_backward must be false, or clipping 0"
-            )
+            ),
         ],
     ),
     "values that are wrong, and values that do not go together": (
@@ -172,6 +176,10 @@ BROKEN = {
             (
                 "device is nvme, so zero_optimization.offload_param.nvme_path must name a folder "
                 "on the drive"
+            ),
+            (
+                "tiering.update_in_backward needs zero_optimization.stage 3, got 2: below it "
+                "weights stay present until the step"
             ),
             (
                 "fp16.enabled may skip a step, which is known when all gradients are; so "

@@ -157,13 +157,13 @@ def test_the_device_holds_what_stays_what_is_used_and_what_is_on_its_way() -> No
     terms = device_terms(units, away, used_bytes=999, tile_numel=4096, ahead_bytes=1000)
     assert [nbytes for _, nbytes in terms] == [
         *(0, 0, 8192),
-        *(999, 1000 + 4096 * 12, 2 * 16384, 4096 * 4 + 2 * 16384),
+        *(999, 0, 1000 + 4096 * 12, 2 * 16384, 4096 * 4 + 2 * 16384),
     ]
     near = Tiers(Tier.DEVICE, Tier.DEVICE)
     terms = device_terms(units, near, used_bytes=0, tile_numel=4096, ahead_bytes=1000)
     assert [nbytes for _, nbytes in terms] == [
         *(3 * 8192, 3 * 4096 * 12, 3 * 8192),
-        *(0, 0, 0, 4096 * 4 + 2 * 16384),
+        *(0, 0, 0, 0, 4096 * 4 + 2 * 16384),
     ]
 
 
@@ -177,4 +177,4 @@ def test_gradients_used_under_backward_pass_the_device_two_at_a_time() -> None:
     plan = make_plan(ModelSize(sizes, active_bytes=8192, storage_bytes=2), ALL_NVME)
     assert dict(plan.terms)["gradients"] == 8192
     terms = device_terms(sizes, ALL_NVME, used_bytes=0, tile_numel=4096, ahead_bytes=0)
-    assert dict(terms)["gradients that stay"] == 3 * 8192
+    assert dict(terms)["gradients"] == 3 * 8192

@@ -413,3 +413,22 @@ def test_an_observer_sees_each_transfer_begin(tier: NvmeTier, arena: Arena) -> N
     for _, _, _, transfer in seen:
         assert transfer.done()
         assert transfer.device_s > 0
+
+
+def test_an_observer_that_fails_is_told_of_and_the_transfer_goes_on(
+    tier: NvmeTier, arena: Arena
+) -> None:
+    """The caller has its transfer, so nobody gives away the memory under it."""
+    spec = flat("layer.0", 5000)
+    store_all(tier, arena, [spec])
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    tier.observe_by(fail)
+    slot = arena.allocate(spec.nbytes, owner="a")
+    for begin in (tier.write, tier.read):
+        with pytest.warns(TieringWarning, match="observer of transfers failed at the"):
+            transfer = begin("layer.0", slot)
+        transfer.wait()
+    slot.free()

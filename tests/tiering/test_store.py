@@ -400,6 +400,7 @@ def test_a_prefetcher_learns_a_pass_and_has_no_misses_in_the_next(setup: Setup) 
 def test_what_is_overwritten_next_gives_way_to_what_is_read_later(setup: Setup) -> None:
     """Room for three of a, b, c, d: a is overwritten soon, so it goes and the others stay."""
     pager = Prefetcher(setup.store)
+    setup.store.refill_by(lambda: None)  # nothing is fetched ahead, however long a read takes
     uses = [Use("a", Access.READ), Use("d", Access.READ), Use("a", Access.OVERWRITE)]
     uses += [Use("b", Access.READ), Use("c", Access.READ)]
     for key in "abcdef":

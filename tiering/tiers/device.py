@@ -17,8 +17,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from tiering.arena import POISON
 from tiering.spec import RecordSpec
-from tiering.tiers.link import AHEAD_BYTES, POISON, Hop, Link, LinkStats, Order
+from tiering.tiers.link import AHEAD_BYTES, Hop, Link, LinkStats, Order
 
 _ALIGN_BYTES = 4096  # the arena's alignment, so that kernels see the same addresses on every tier
 
@@ -101,7 +102,7 @@ class DeviceTier:
     def register(self, address: int, nbytes: int) -> None:
         """Let copies reach this host memory directly; without it they go through a buffer.
 
-        Does nothing on a CPU, and where the driver refuses.
+        Does nothing on a CPU; where the driver refuses, there is a warning.
         """
         if self._link is not None and nbytes:
             self._link.register(address, nbytes)

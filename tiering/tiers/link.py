@@ -12,7 +12,7 @@ Note: how far ahead Python may be
 
 Whoever asks for copies and compute is ahead of the device that makes them, and what was uploaded
 takes memory there until the last work that uses it is done. When its last tensor is gone, an event
-behind all work asked for so far marks that moment; before an upload the caller waits until no more
+behind the work asked for so far marks that moment; before a copy the caller waits until no more
 than ``ahead_bytes`` are between the two. So the memory of the device is bounded however far ahead
 the caller could be, and one upload runs beside the work on the one before it, whatever their size.
 
@@ -34,10 +34,10 @@ from typing import Final, Protocol
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tiering.arena import POISON
 from tiering.errors import TieringWarning
 
 AHEAD_BYTES: Final = 2**29
-POISON: Final = 255
 
 
 class Hop(Protocol):
@@ -112,6 +112,7 @@ class _Uploaded:
         self.stream = stream
         storage = here.untyped_storage()
         self.nbytes = here.nbytes
+        self._address = storage.data_ptr()
         self._storage = storage if poison else None
         self._alive = StorageWeakRef(storage)
 
@@ -120,10 +121,14 @@ class _Uploaded:
             return bool(self._alive.expired())
         return torch._C._storage_Use_Count(self._storage._cdata) == 1  # noqa: SLF001 - only this one
 
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies in it, or could: by the address."""
+        return self._address == tensor.untyped_storage().data_ptr()
+
     def poison(self, stream: torch.cuda.Stream) -> None:
         """Fill it, on the current stream, if this is debug mode."""
         if self._storage is not None:
-            whole = poison_(self._storage)
+            whole = _poison(self._storage)
             whole.record_stream(stream)
             self._storage = None
 
@@ -187,7 +192,7 @@ class Link:
         with torch.cuda.stream(self._up):
             here = torch.empty(host.shape, dtype=host.dtype, device=self._device)
             if self._poison:
-                poison_(here.untyped_storage())
+                _poison(here.untyped_storage())
             here.copy_(host, non_blocking=True)
             arrived.record(self._up)
         self._await(arrived, current)
@@ -207,7 +212,8 @@ class Link:
             host.copy_(here, non_blocking=True)
             arrived.record(self._down)
         here.record_stream(self._down)
-        self._leave(arrived, here.nbytes)
+        if not any(one.is_of(here) for one in self._uploaded):
+            self._leave(arrived, here.nbytes)
         self._stats.offloaded_bytes += host.nbytes
         return _CudaHop(arrived)
 
@@ -224,7 +230,8 @@ class Link:
         gone = [one for one in self._uploaded if one.is_gone()]
         if not gone:
             return
-        self._uploaded = [one for one in self._uploaded if one not in gone]
+        left = set(gone)
+        self._uploaded = [one for one in self._uploaded if one not in left]
         for stream in {current, *(one.stream for one in gone)}:
             self._down.wait_stream(stream)
         done = torch.cuda.Event()
@@ -264,7 +271,7 @@ class Link:
             self._stats.upload_waited_s += before.elapsed_time(after) / 1000
 
 
-def poison_(storage: torch.UntypedStorage) -> torch.Tensor:
+def _poison(storage: torch.UntypedStorage) -> torch.Tensor:
     """Fill all its bytes, and return them: uint8, shape (nbytes,)."""
     whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
     whole.set_(storage)

@@ -29,7 +29,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
 from tiering import records
 from tiering.aio.backend import AioBackend, File, Memory, Transfer
@@ -209,7 +209,7 @@ class NvmeTier:
             )
             record.pending.append(transfer)
             self._read_bytes[record.volume] += nbytes
-        self._observe("read", key, nbytes, transfer)
+        self._tell("read", key, nbytes, transfer)
         return transfer
 
     def write(
@@ -225,8 +225,21 @@ class NvmeTier:
             )
             record.pending.append(transfer)
             self._written_bytes[record.volume] += nbytes
-        self._observe("write", key, nbytes, transfer)
+        self._tell("write", key, nbytes, transfer)
         return transfer
+
+    def _tell(
+        self, verb: Literal["read", "write"], key: str, nbytes: int, transfer: Transfer
+    ) -> None:
+        """Tell the observer; what it raises must not look as if the transfer had not begun."""
+        try:
+            self._observe(verb, key, nbytes, transfer)
+        except Exception as error:  # noqa: BLE001 - whatever a user's function raises
+            warnings.warn(
+                f"the observer of transfers failed at the {verb} of {key!r}: {error!r}",
+                TieringWarning,
+                stacklevel=3,
+            )
 
     def sync(self, key: str) -> None:
         """Return when everything that was written of the record is on the drive.
