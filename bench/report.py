@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, Literal
@@ -66,15 +67,27 @@ def _finite(value: object) -> object:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file.
+    """Write a file. Whoever reads it meanwhile finds what was there before, or all that is new.
 
     Raises:
         ConfigError: it cannot be written.
     """
     try:
-        path.write_text(text, encoding="utf-8")
+        if path.exists() and not path.is_file():  # a pipe or a terminal, which stays what it is
+            path.write_text(text, encoding="utf-8")
+        else:
+            _replace(path.resolve(), text)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _replace(path: Path, text: str) -> None:
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def show(renderable: RenderableType) -> None:

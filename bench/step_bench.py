@@ -1,17 +1,20 @@
 """The command line of ``step_bench``: what a whole training step costs, and what it could.
 
 Exit codes: 0, measured; 1, an engine or the drive failed; 2, it cannot be measured as asked; 130
-and 143, interrupted or terminated, with everything cleaned up.
+and 143, interrupted or terminated, with everything cleaned up. However it ends, the runs that ended
+before are reported.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from types import FrameType
@@ -20,7 +23,7 @@ from typing import Final
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench.facts import machine_facts
+from bench.facts import MachineFacts, machine_facts
 from bench.plot import check_plotting
 from bench.report import show, write_json
 from bench.steps import plot, report, timeline, timeline_plot
@@ -107,19 +110,23 @@ def _run(options: argparse.Namespace) -> None:
         check_plotting()
     training, plan = _training(options), _plan(options)
     machine = machine_facts()
-    result = _measured(training, plan)
-    if options.json:
-        write_json(options.json, report.as_json(result, machine))
-    if options.plot:
-        plot.draw(result, machine, path=options.plot)
-    if options.timeline:
-        timeline.entitle(options.timeline, timeline_plot.title_of(result, machine))
-    if options.timeline_plot:
-        timeline_plot.draw(options.timeline, path=options.timeline_plot)
-    show(report.tables(result, machine))
+    result: Result | None = None
+    try:
+        with _progress(plan) as advance:
+            for result in measure(training, plan, advance=advance):
+                _write(options.json, result, machine)
+    except BaseException as error:
+        if result is not None:
+            _tell(options, replace(result, incomplete=_reason(error)), machine)
+        raise
+    if result is not None:
+        _tell(options, result, machine)
+        _draw(options, result, machine)
 
 
-def _measured(training: Training, plan: Plan) -> Result:
+@contextlib.contextmanager
+def _progress(plan: Plan) -> Iterator[Callable[[str], None]]:
+    """What is told before each run who comes, and shows it."""
     columns = (
         BarColumn(),
         MofNCompleteColumn(),
@@ -127,16 +134,38 @@ def _measured(training: Training, plan: Plan) -> Result:
         TextColumn("{task.description}"),
     )
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        total = len(plan.contestants) * plan.rounds
-        task = progress.add_task("", total=total)
-        done = iter(range(total))
-        result = measure(
-            training,
-            plan,
-            advance=lambda text: progress.update(task, completed=next(done), description=text),
-        )
-        progress.update(task, completed=total, description="")
-        return result
+        task = progress.add_task("", total=plan.total_runs)
+        done = iter(range(plan.total_runs))
+        yield lambda text: progress.update(task, completed=next(done), description=text)
+        progress.update(task, completed=plan.total_runs, description="")
+
+
+def _reason(error: BaseException) -> str:
+    """Why the measurement has ended early."""
+    words = {KeyboardInterrupt: "interrupted", _TerminatedError: "terminated"}
+    return words.get(type(error)) or str(error) or type(error).__name__
+
+
+def _write(path: Path | None, result: Result, machine: MachineFacts) -> None:
+    if path:
+        write_json(path, report.as_json(result, machine))
+
+
+def _tell(options: argparse.Namespace, result: Result, machine: MachineFacts) -> None:
+    """Print and write; that the one fails does not keep the other."""
+    try:
+        show(report.tables(result, machine))
+    finally:
+        _write(options.json, result, machine)
+
+
+def _draw(options: argparse.Namespace, result: Result, machine: MachineFacts) -> None:
+    if options.plot:
+        plot.draw(result, machine, path=options.plot)
+    if options.timeline:
+        timeline.entitle(options.timeline, timeline_plot.title_of(result, machine))
+    if options.timeline_plot:
+        timeline_plot.draw(options.timeline, path=options.timeline_plot)
 
 
 # From arguments to work
@@ -179,8 +208,9 @@ def _plan(options: argparse.Namespace) -> Plan:
         raise ConfigError(f"{root} is not a directory; name one on the drive to measure")
     if options.timeline_plot and not options.timeline:
         raise ConfigError("--timeline-plot draws what --timeline records; give both")
-    if options.timeline and not options.timeline.absolute().parent.is_dir():
-        raise ConfigError(f"{options.timeline.parent} is not a directory; name one for the trace")
+    for file in (options.json, options.plot, options.timeline, options.timeline_plot):
+        if file and not file.absolute().parent.is_dir():
+            raise ConfigError(f"{file.parent} is not a directory; name one for {file.name}")
     plan = Plan(
         ours=_ours(options),
         others=tuple(_other(name, options) for name in options.vs),

@@ -5,6 +5,9 @@ goes the other way round. Right before a run that pages to the drive, the drive 
 there is a GPU, the GPU and its link before each run. Figures
 are compared only within a round, since machines and drives change their speed from minute to
 minute; of these ratios the median, the least and the greatest are told.
+
+What has been found so far is told after every run, so that nothing is lost of a measurement that
+ends early. Its last round may be one in which not all have trained.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
 
 from bench.contest import Ratio, ratio
 from bench.steps import device
@@ -21,6 +25,8 @@ from bench.steps.device import Device
 from bench.steps.drive import Drive, Probe
 from bench.steps.ideal import Ideal, Load, Speeds, Traffic, ideal
 from bench.steps.wire import Outcome, Step, Training
+
+_UNDER_WAY: Final = "more runs were to come"
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,11 @@ class Plan:
         """All, the one in memory first: it says which type the others have to compute in."""
         in_memory = Ours()
         return (in_memory, *(one for one in self.ours if one != in_memory), *self.others)
+
+    @property
+    def total_runs(self) -> int:
+        """In all rounds."""
+        return len(self.contestants) * self.rounds
 
 
 @dataclass(frozen=True)
@@ -126,7 +137,7 @@ class Series:
 
     Args:
         contestant: who.
-        runs: one a round.
+        runs: one a round, of the rounds from the first on; one at least.
     """
 
     contestant: Contestant
@@ -235,12 +246,19 @@ class Result:
     Args:
         training: what was trained, with the type everybody computed in.
         plan: who took part.
-        series: the one in memory first, then ours, then the others.
+        series: the one in memory first, then ours, then the others; of those that have trained.
+        incomplete: why not all runs are there; empty if they are.
     """
 
     training: Training
     plan: Plan
     series: tuple[Series, ...]
+    incomplete: str = ""
+
+    @property
+    def ended_runs(self) -> int:
+        """How many are there."""
+        return sum(len(one.runs) for one in self.series)
 
     @property
     def in_memory(self) -> Series:
@@ -270,12 +288,12 @@ class Result:
     def share(self, series: Series) -> Share:
         """How near one of ours came to the ideal of the bytes it moved."""
         ideals = list(self._ideals(series))
-        shares = [one.seconds / run.step_s for one, run in zip(ideals, series.runs, strict=True)]
+        shares = [one.seconds / run.step_s for one, run in zip(ideals, series.runs, strict=False)]
         middle = shares.index(statistics.median_low(shares))
         return Share(ideals[middle], ratio(shares))
 
     def _ideals(self, series: Series) -> Iterator[Ideal]:
-        for run, memory in zip(series.runs, self.in_memory.runs, strict=True):
+        for run, memory in zip(series.runs, self.in_memory.runs, strict=False):
             yield ideal(memory.step_s, run.drive_load, run.link_load)
 
 
@@ -284,13 +302,16 @@ def middle_speeds(found: Sequence[Speeds]) -> Speeds | None:
     return Speeds(*map(statistics.median, zip(*found, strict=True))) if found else None
 
 
-def measure(training: Training, plan: Plan, *, advance: Callable[[str], None]) -> Result:
+def measure(training: Training, plan: Plan, *, advance: Callable[[str], None]) -> Iterator[Result]:
     """Measure.
 
     Args:
         training: what everybody trains.
         plan: who, and how often.
         advance: told before each run who comes.
+
+    Yields:
+        What has been found so far, after every run; the last one is complete.
 
     Raises:
         ConfigError: it cannot be measured as asked.
@@ -311,8 +332,11 @@ def measure(training: Training, plan: Plan, *, advance: Callable[[str], None]) -
             run = _run(contestants[index], training, plan, gpu, trace)
             runs[index].append(run)
             training = replace(training, compute_dtype=run.outcome.compute_dtype)
-    pairs = zip(contestants, runs, strict=True)
-    return Result(training, plan, tuple(Series(one, tuple(found)) for one, found in pairs))
+            pairs = zip(contestants, runs, strict=True)
+            series = tuple(Series(one, tuple(ended)) for one, ended in pairs if ended)
+            found = Result(training, plan, series)
+            is_complete = found.ended_runs == plan.total_runs
+            yield found if is_complete else replace(found, incomplete=_UNDER_WAY)
 
 
 def _order(count: int, number: int) -> Sequence[int]:
@@ -337,7 +361,7 @@ def _run(
 
 
 def _versus(ours: Series, other: Series) -> Versus:
-    pairs = list(zip(ours.runs, other.runs, strict=True))
+    pairs = list(zip(ours.runs, other.runs, strict=False))
 
     def of(figure: Callable[[Measured], float]) -> Ratio:
         return ratio([figure(one) / figure(two) if figure(two) else 0.0 for one, two in pairs])

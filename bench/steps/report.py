@@ -72,6 +72,7 @@ def as_json(result: Result, machine: MachineFacts) -> Json:
         "training": dataclasses.asdict(result.training),
         "machine": machine._asdict(),
         "rounds": result.plan.rounds,
+        "incomplete": _incomplete_json(result) if result.incomplete else None,
         "contestants": [_series_json(result, one) for one in result.series],
         "our_equal_steps": result.equal_steps,
         "versus": [
@@ -83,6 +84,14 @@ def as_json(result: Result, machine: MachineFacts) -> Json:
             }
             for one in result.versus
         ],
+    }
+
+
+def _incomplete_json(result: Result) -> Json:
+    return {
+        "reason": result.incomplete,
+        "ended_runs": result.ended_runs,
+        "planned_runs": result.plan.total_runs,
     }
 
 
@@ -319,6 +328,9 @@ def _traffic(traffic: Traffic | None) -> str:
 
 
 def _facts(result: Result, machine: MachineFacts) -> Iterator[tuple[str, str]]:
+    if result.incomplete:
+        ended = f"{result.ended_runs} of {result.plan.total_runs} runs have ended"
+        yield "INCOMPLETE", f"{ended}: {result.incomplete}"
     for series in result.paged:
         speeds = _drive_speeds(series)
         if speeds:

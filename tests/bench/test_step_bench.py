@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -23,6 +26,7 @@ from bench.steps.measure import Measured, Plan, Result, Series
 from bench.steps.model import SIZES
 from bench.steps.wire import Outcome, Paging, Step, Training
 
+ROOT = Path(__file__).parent.parent.parent
 DEEPSPEED_VARIABLE = "ZERO_INFINITY_DEEPSPEED_PYTHON"
 QUARTER = "ours 1/4 of states"
 BRIEF = ("--size", "tiny", "--threads", "1", "--warmup", "1", "--steps", "2")
@@ -96,6 +100,7 @@ def test_everybody_has_the_same_losses(in_turns: dict[str, Any]) -> None:
     in_memory, paged, plain = (losses(contestant(in_turns, name)) for name in names)
     assert paged == in_memory
     assert in_turns["our_equal_steps"] == 3
+    assert in_turns["incomplete"] is None
     assert plain[0] == pytest.approx(paged[0], rel=1e-3)
 
 
@@ -219,6 +224,88 @@ def test_an_engine_that_fails_is_an_error(bench: Any) -> None:
     found = bench("--run-limit", "0.01")
     assert found.code == 1
     assert "ours in memory did not end within 0.01 s" in found.err
+    assert not found.json, "no run has ended"
+
+
+# A measurement that ends early
+
+
+@pytest.mark.parametrize(
+    ("number", "word"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")]
+)
+def test_a_signal_in_the_second_run_leaves_the_first(
+    number: signal.Signals, word: str, tmp_path: Path
+) -> None:
+    begun, file, python = tmp_path / "begun", tmp_path / "result.json", tmp_path / "python"
+    os.mkfifo(begun)
+    python.write_text(f"#!/bin/sh\necho $$ > {begun}\nexec tail -f /dev/null\n")
+    python.chmod(0o755)
+    others = ("--vs", "deepspeed-none", "--deepspeed-python", str(python))
+    arguments = (*BRIEF, "--device", "none", *others, "--json", str(file))
+    # Ctrl-C is ignored by what was started in the background.
+    heeding = "signal.signal(signal.SIGINT, signal.default_int_handler)"
+    program = (
+        f"import signal, sys; {heeding}; from bench import step_bench as s; sys.exit(s.main())"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        child = int(begun.read_text())
+        under_way = json.loads(file.read_text())
+        process.send_signal(number)
+        out, err = process.communicate()
+    assert process.returncode == 128 + number, err
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+    found = json.loads(file.read_text())
+    assert found["incomplete"] == {"reason": word, "ended_runs": 1, "planned_runs": 2}
+    assert [one["name"] for one in found["contestants"]] == ["ours in memory"]
+    assert len(losses(found["contestants"][0])[0]) == 3
+    assert "1 of 2 runs have ended: " + word in out
+    assert under_way == {**found, "incomplete": under_way["incomplete"]}
+    assert not list(tmp_path.glob(".*")), "the JSON is replaced, and nothing stays beside it"
+
+
+def test_a_contestant_that_fails_leaves_those_before_it(bench: Any, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without any package
+    python.chmod(0o755)
+    others = ("--vs", "torch,deepspeed-none,deepspeed-cpu", "--deepspeed-python", str(python))
+    found = bench("--device", "none", *others)
+    assert found.code == 1
+    assert "No module named 'deepspeed'" in found.err
+    assert "No module named 'deepspeed'" in found.json["incomplete"]["reason"]
+    assert [one["name"] for one in found.json["contestants"]] == ["ours in memory", "torch"]
+    assert [versus["other"] for versus in found.json["versus"]] == ["torch"]
+    assert "2 of 4 runs have ended" in found.out
+
+
+def test_a_file_that_cannot_be_written_is_told_of_before_the_work(bench: Any) -> None:
+    found = bench("--json", "nowhere/result.json")
+    assert found.code == 2
+    assert "nowhere is not a directory" in found.err
+
+
+def test_rounds_that_not_all_have_trained_in_are_reported(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ours, plain = Ours("ours", "cpu"), PlainTorch()
+    plan = Plan((ours,), (plain,), 2, None, 1.0, 2**20, 1.0)
+    series = (
+        Series(Ours(), (measured(1.0),)),
+        Series(ours, (measured(2.0),)),
+        Series(plain, (measured(1.0), measured(8.0))),
+    )
+    result = Result(Training(SIZES["tiny"]), plan, series, incomplete="terminated")
+    assert (result.ended_runs, plan.total_runs) == (4, 6)
+    assert result.versus[0].time == (2.0, 2.0, 2.0)
+    assert result.share(result.paged[0]).of_measured.median == 0.5
+    show(report.tables(result, machine_facts()))
+    assert "4 of 6 runs have ended: terminated" in capsys.readouterr().out
 
 
 # The sums
