@@ -7,7 +7,7 @@ and the commands: `run`; `sweep` with `plot` and `config_file`; `compare` and `s
 `contest` with `rivals`, which are `fio_baseline`, and `deepnvme` with `deepnvme_child`; `table`, of
 many comparisons; `aio_bench` reads the command line.
 
-`step_bench` reads its own; its parts are in `steps`. `link` is a command by itself, on the way from
-host memory to a GPU. DeepSpeed's interpreter imports this package to run one of them, so nothing is
-imported here.
+`step_bench` reads its own; its parts are in `steps`. `link` and `collectives` are commands by
+themselves, on the way from host memory to a GPU, and from rank to rank. DeepSpeed's interpreter
+imports this package to run one of them, so nothing is imported here.
 """

@@ -202,6 +202,8 @@ def _shape(options: argparse.Namespace) -> Shape:
 
 
 def _plan(options: argparse.Namespace) -> Plan:
+    if options.plot and len(options.ranks) > 1:
+        raise ConfigError("--plot draws one number of ranks; give --ranks one")
     tiny = options.size == _TINY
     root: Path | None = options.nvme_path
     if root is not None and not root.is_dir():
@@ -213,13 +215,14 @@ def _plan(options: argparse.Namespace) -> Plan:
             raise ConfigError(f"{file.parent} is not a directory; name one for {file.name}")
     plan = Plan(
         ours=_ours(options),
-        others=tuple(_other(name, options) for name in options.vs),
+        others=tuple(_other(name, options, n) for name in options.vs for n in options.ranks),
         rounds=options.rounds,
         root=root,
         probe_s=options.probe_seconds or (_TINY_PROBE_S if tiny else _PROBE_S),
         probe_bytes=_TINY_PROBE_BYTES if tiny else _PROBE_BYTES,
         limit_s=options.run_limit,
         timeline=options.timeline,
+        ranks=options.ranks,
     )
     needing = [one.name for one in plan.contestants if one.uses_drive]
     if needing and root is None:
@@ -228,38 +231,49 @@ def _plan(options: argparse.Namespace) -> Plan:
 
 
 def _ours(options: argparse.Namespace) -> tuple[Ours, ...]:
-    """Our engine, once for each budget."""
+    """Our engine, once for each budget and each number of ranks."""
     early: bool = options.update_in_backward
-    shape = _shape(options)
-    device = _budget_bytes(options.device_memory, shape)
     if early and options.clipping:
         raise ConfigError("--update-in-backward needs --clipping 0: a norm is of all gradients")
     if options.device != "nvme":
         if options.budgets or options.plot:
             raise ConfigError("--budgets and --plot need --device nvme: only there budgets differ")
         if options.device == "none":
-            return (Ours(),)
-        ours = Ours("ours cpu", "cpu", _budget_bytes(options.host_memory, shape), device, early)
-        return (ours,)
-    budgets = options.budgets or (options.host_memory or Fraction(_BUDGET),)
+            return tuple(Ours(ranks=ranks) for ranks in options.ranks)
+        budgets = {"ours cpu": options.host_memory}
+    else:
+        asked = options.budgets or (options.host_memory or Fraction(_BUDGET),)
+        budgets = {f"ours {_budget_name(one)}": one for one in asked}
+    shape = _shape(options)
     return tuple(
-        Ours(f"ours {_budget_name(b)}", "nvme", _budget_bytes(b, shape), device, early)
-        for b in budgets
+        Ours(
+            label,
+            options.device,
+            _budget_bytes(host, shape, ranks=ranks),
+            _budget_bytes(options.device_memory, shape, ranks=ranks),
+            updates_in_backward=early,
+            ranks=ranks,
+        )
+        for label, host in budgets.items()
+        for ranks in options.ranks
     )
 
 
-def _budget_bytes(budget: Budget | None, shape: Shape) -> int | None:
+def _budget_bytes(budget: Budget | None, shape: Shape, *, ranks: int) -> int | None:
+    """Of one rank, which has its own part of the states."""
     if budget is None or isinstance(budget, int):
         return budget
-    return int(budget * shape.parameter_numel * STATE_BYTES)
+    return int(budget * shape.parameter_numel * STATE_BYTES / ranks)
 
 
 def _budget_name(budget: Budget) -> str:
     return format_bytes(budget) if isinstance(budget, int) else f"{budget} of states"
 
 
-def _other(name: str, options: argparse.Namespace) -> Contestant:
+def _other(name: str, options: argparse.Namespace, ranks: int) -> Contestant:
     if name == "torch":
+        if ranks > 1:
+            raise ConfigError("--vs torch trains on one rank alone; leave it out, or --ranks")
         return PlainTorch()
     if options.deepspeed_python is None:
         raise ConfigError(
@@ -278,7 +292,7 @@ def _other(name: str, options: argparse.Namespace) -> Contestant:
         pipelines=options.deepspeed_pipeline,
         overlaps_reduction=options.deepspeed_overlap,
     )
-    return DeepSpeed(options.deepspeed_python, _DEEPSPEED[name], settings)
+    return DeepSpeed(options.deepspeed_python, _DEEPSPEED[name], settings, ranks)
 
 
 # Arguments
@@ -309,7 +323,17 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
         ("seq", "tokens of a window"),
     ):
         group.add_argument(f"--{name}", type=_count, help=f"{what}, instead of the size's")
-    group.add_argument("--batch", type=_count, default=1, help="windows a step (default: 1)")
+    group.add_argument(
+        "--batch", type=_count, default=1, help="windows a step, on each rank (default: 1)"
+    )
+    group.add_argument(
+        "--ranks",
+        type=_ranks,
+        default=(1,),
+        metavar="LIST",
+        help="processes that train together, a GPU each where there are GPUs; 1,2: one and two in "
+        "turns (default: 1)",
+    )
     group.add_argument(
         "--checkpointing", action="store_true", help="recompute each block in backward"
     )
@@ -356,7 +380,8 @@ def _add_ours(group: argparse._ArgumentGroup) -> None:
         "--host-memory",
         type=budget,
         metavar="BUDGET",
-        help=f"of the arena: bytes, 100M, or a part of the states (default: {_BUDGET})",
+        help="of a rank's arena: bytes, 100M, or a part of the rank's own part of the states "
+        f"(default: {_BUDGET})",
     )
     group.add_argument(
         "--device-memory",
@@ -495,6 +520,10 @@ def budget(text: str) -> Budget:
 
 def _budgets(text: str) -> tuple[Budget, ...]:
     return tuple(dict.fromkeys(budget(part) for part in text.split(",")))
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(_count(part) for part in text.split(",")))
 
 
 def _others(text: str) -> tuple[str, ...]:

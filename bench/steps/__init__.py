@@ -6,7 +6,8 @@ What runs in a child: `model` (what is trained), `wire` (what a child is told an
 `link` need nothing but torch and the standard library, because DeepSpeed's interpreter has none of
 our packages. `child_device` and `link` find out what a GPU gives.
 
-What runs in the parent: `contestants` (how a child is set up and started), `drive` and `device`
-(what the drive and the GPU give), `ideal` (what a step could take at best), `measure` (who runs
-when), `report`, `plot`, `timeline_plot`.
+What runs in the parent: `contestants` (how a run is set up), `launch` (its processes, one a rank),
+`ranks` (what they measured, as one), `drive` and `device` (what the drive and the GPU give),
+`ideal` (what a step could take at best), `measure` (who runs when), `report`, `plot`,
+`timeline_plot`.
 """

@@ -5,17 +5,12 @@ Runs in DeepSpeed's own interpreter, from a folder in which ``bench`` is all the
 
 from __future__ import annotations
 
-import os
-import socket
-
 import deepspeed
 import torch
 
 from bench.steps.loop import DTYPES, Trainer, serve
 from bench.steps.model import build
 from bench.steps.wire import Run
-
-_ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
 class DeepSpeed(Trainer):
@@ -30,7 +25,6 @@ class DeepSpeed(Trainer):
 
     def __init__(self, run: Run) -> None:
         training = run.training
-        os.environ.update({**_ONE_RANK, "MASTER_PORT": str(_free_port())})
         on_gpu = torch.cuda.is_available()
         self.device = torch.device("cuda" if on_gpu else "cpu")
         self.compute_dtype = training.compute_dtype
@@ -59,12 +53,9 @@ class DeepSpeed(Trainer):
         """Update."""
         self._engine.step()
 
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    def close(self) -> None:
+        """Leave the process group: torch's threads abort an interpreter that keeps it."""
+        deepspeed.comm.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -62,6 +62,7 @@ def look() -> dict[str, object] | None:
     device = torch.device("cuda")
     return {
         "name": torch.cuda.get_device_name(device),
+        "gpu_count": torch.cuda.device_count(),
         "link_bytes_per_s": link_bytes_per_s(device, _PIECES),
         "flop_per_s": flop_per_s(device, _EDGE),
     }

@@ -1,6 +1,6 @@
-"""Who trains: how each engine is configured, and how its child process is started.
+"""Who trains: how each engine is configured, and how its child processes are started.
 
-A child gets a private folder on the drive, which is removed when it has ended, however it ended. A
+A run gets a private folder on the drive, which is removed when it has ended, however it ended. A
 child of ours runs in this interpreter. DeepSpeed's runs in its own, and what that one could import
 of ours is a folder with a link to `bench` in it: our interpreter's packages would hide its torch.
 """
@@ -10,16 +10,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
+from bench.steps.launch import ContestantError, Work, launch
 from bench.steps.model import Shape
 from bench.steps.wire import Json, Outcome, Run, Training
-from tiering.errors import ConfigError, TieringError
+from tiering.errors import ConfigError
 
 OffloadDevice = Literal["none", "cpu", "nvme"]
 
@@ -28,13 +28,8 @@ STATE_BYTES: Final = 14
 """Of a parameter: weight as stored, master weight and moments."""
 
 _PARTS: Final = 6  # of a model, at least, that DeepSpeed handles one after another
-_SAID_LINES: Final = 12  # of a child that failed
 _PACKAGE: Final = Path(__file__).resolve().parent.parent
 _ADAM: Final[Json] = {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
-
-
-class ContestantError(TieringError):
-    """A child ended without an outcome."""
 
 
 @dataclass(frozen=True)
@@ -42,22 +37,29 @@ class Ours:
     """Our engine.
 
     Args:
-        name: in tables.
+        label: in tables, whatever the number of ranks.
         device: home of weights and states.
-        host_memory_bytes: budget of the arena; None: the engine's choice.
-        device_memory_bytes: of the device, for what stays there; None: nothing.
+        host_memory_bytes: budget of a rank's arena; None: the engine's choice.
+        device_memory_bytes: of a rank's device, for what stays there; None: nothing.
         updates_in_backward: whether half of the model is updated there.
+        ranks: that train together.
         module: that the child runs.
         python: that runs it; None: the one we are in.
     """
 
-    name: str = IN_MEMORY
+    label: str = IN_MEMORY
     device: OffloadDevice = "none"
     host_memory_bytes: int | None = None
     device_memory_bytes: int | None = None
     updates_in_backward: bool = False
+    ranks: int = 1
     module: str = "bench.steps.child_ours"
     python: Path | None = None
+
+    @property
+    def name(self) -> str:
+        """In tables."""
+        return self.label + _with(self.ranks)
 
     @property
     def uses_drive(self) -> bool:
@@ -89,16 +91,23 @@ class PlainTorch:
     """Everything in memory, in plain torch.
 
     Args:
-        name: in tables.
+        label: in tables.
         uses_drive: never.
+        ranks: always one.
         module: that the child runs.
         python: that runs it; None: the one we are in.
     """
 
-    name: str = "torch"
+    label: str = "torch"
     uses_drive: bool = False
+    ranks: Literal[1] = 1
     module: str = "bench.steps.child_torch"
     python: Path | None = None
+
+    @property
+    def name(self) -> str:
+        """In tables."""
+        return self.label
 
     def config(self, training: Training, folder: Path) -> Json:
         """AdamW's settings."""
@@ -115,7 +124,7 @@ class DeepSpeedSettings:
 
     Args:
         parameter_buffers: of ``parameter_buffer_numel`` each.
-        parameter_buffer_numel: elements, never fewer than the largest parameter has.
+        parameter_buffer_numel: elements, never fewer than a rank has of the largest parameter.
         parameters_in_memory: elements that stay there, though their home is NVMe.
         optimizer_buffers: of the largest sub-group each; pipelining takes more of them.
         sub_group_numel: elements of the optimizer state moved at once, at most.
@@ -148,18 +157,25 @@ class DeepSpeed:
         python: an interpreter with torch and DeepSpeed.
         device: home of weights and states; none: where the model computes.
         settings: those for NVMe have no effect elsewhere.
+        ranks: that train together.
         module: that the child runs.
     """
 
     python: Path | None
     device: OffloadDevice = "nvme"
     settings: DeepSpeedSettings = DeepSpeedSettings()
+    ranks: int = 1
     module: str = "bench.steps.child_deepspeed"
+
+    @property
+    def label(self) -> str:
+        """In tables, whatever the number of ranks."""
+        return f"DeepSpeed {self.device}"
 
     @property
     def name(self) -> str:
         """In tables."""
-        return f"DeepSpeed {self.device}"
+        return self.label + _with(self.ranks)
 
     @property
     def uses_drive(self) -> bool:
@@ -168,12 +184,12 @@ class DeepSpeed:
 
     def config(self, training: Training, folder: Path) -> Json:
         """For `deepspeed.initialize`."""
-        settings = self.settings
+        settings, shape = self.settings, training.shape
         zero: Json = {
             "stage": 3,
             "overlap_comm": settings.overlaps_reduction,
-            "sub_group_size": _part(settings.sub_group_numel, training.shape),
-            "reduce_bucket_size": _part(settings.reduce_bucket_numel, training.shape),
+            "sub_group_size": _part(settings.sub_group_numel, shape, ranks=self.ranks),
+            "reduce_bucket_size": _part(settings.reduce_bucket_numel, shape, ranks=1),
             "stage3_prefetch_bucket_size": settings.prefetch_bucket_numel,
             "stage3_max_reuse_distance": settings.max_reuse_distance,
         }
@@ -184,7 +200,9 @@ class DeepSpeed:
             zero["offload_param"] |= {
                 "nvme_path": str(folder),
                 "buffer_count": settings.parameter_buffers,
-                "buffer_size": max(settings.parameter_buffer_numel, training.shape.largest_numel),
+                "buffer_size": max(
+                    settings.parameter_buffer_numel, -(-shape.largest_numel // self.ranks)
+                ),
                 "max_in_cpu": settings.parameters_in_memory,
             }
             zero["offload_optimizer"] |= {
@@ -208,9 +226,21 @@ class DeepSpeed:
         }
 
 
-def _part(numel: int, shape: Shape) -> int:
-    """At most a part of a small model: buffers for a large one would be most of its memory."""
-    return max(min(numel, shape.parameter_numel // _PARTS), shape.largest_numel)
+def _part(numel: int, shape: Shape, *, ranks: int) -> int:
+    """At most a part of a small model: buffers for a large one would be most of its memory.
+
+    Args:
+        numel: of a large model.
+        shape: of the model.
+        ranks: among which its elements are divided.
+    """
+    whole = max(min(numel * ranks, shape.parameter_numel // _PARTS), shape.largest_numel)
+    return -(-whole // ranks)
+
+
+def _with(ranks: int) -> str:
+    """Behind a name in tables."""
+    return "" if ranks == 1 else f", {ranks} ranks"
 
 
 Contestant = Ours | PlainTorch | DeepSpeed
@@ -224,40 +254,59 @@ def _common(training: Training) -> Json:
     }
 
 
-def run_child(
+def run_ranks(
     contestant: Contestant,
     training: Training,
     *,
     root: Path | None,
     limit_s: float,
     timeline: Path | None = None,
-) -> Outcome:
-    """Train in a process of its own.
+) -> tuple[Outcome, ...]:
+    """Train, each rank in a process of its own.
 
     Args:
         contestant: who.
         training: what.
         root: a folder on the drive; None for those that need none.
-        limit_s: a child that takes longer is killed.
-        timeline: for the trace of one more step, if that is wanted.
+        limit_s: a run that takes longer is killed.
+        timeline: for the trace of one more step of rank 0, if that is wanted.
+
+    Returns:
+        Of each rank.
 
     Raises:
         ConfigError: there is no such interpreter, or a drive is needed and no folder was named.
-        ContestantError: the child failed; has the last that it said.
+        ContestantError: a rank failed; has the last that it said.
     """
     if contestant.uses_drive and root is None:
         raise ConfigError(f"{contestant.name} works on a drive; name a folder by --nvme-path")
     with tempfile.TemporaryDirectory(prefix="step-bench-") as private:
         place = Path(private)
+        outcomes = [place / f"outcome-{rank}.json" for rank in range(contestant.ranks)]
+        # All ranks must make the step that one of them records.
+        traces = [place / f"trace-{rank}" for rank in range(contestant.ranks)]
+        traces[0] = timeline.absolute() if timeline else traces[0]
+        python = str((contestant.python or Path(sys.executable)).absolute())
         with tempfile.TemporaryDirectory(prefix="step-bench-", dir=root) as folder:
             config = contestant.config(training, Path(folder).resolve())
-            run = Run(training, config, str(timeline.absolute()) if timeline else "")
-            _train(contestant, run, place, limit_s)
-        return _outcome(contestant, place / "outcome.json")
+            runs = [Run(training, config, str(trace) if timeline else "") for trace in traces]
+            launch(
+                contestant.name,
+                [
+                    Work(
+                        [python, "-m", contestant.module, str(file)],
+                        json.dumps(dataclasses.asdict(run)),
+                    )
+                    for file, run in zip(outcomes, runs, strict=True)
+                ],
+                environment=_environment(contestant, training, place),
+                place=place,
+                limit_s=limit_s,
+            )
+        return tuple(_outcome(contestant, file) for file in outcomes)
 
 
-def _train(contestant: Contestant, run: Run, place: Path, limit_s: float) -> None:
-    python = contestant.python or Path(sys.executable)
+def _environment(contestant: Contestant, training: Training, place: Path) -> dict[str, str]:
     environment = dict(os.environ)
     if contestant.python is None:
         seen = [str(_PACKAGE.parent), environment.get("PYTHONPATH", "")]
@@ -266,36 +315,12 @@ def _train(contestant: Contestant, run: Run, place: Path, limit_s: float) -> Non
         (place / "bench").symlink_to(_PACKAGE)
         environment["PYTHONPATH"] = str(place)
         # Extensions are built by tools that stand beside the interpreter.
-        beside = str(python.absolute().parent)
+        beside = str(contestant.python.absolute().parent)
         environment["PATH"] = os.pathsep.join([beside, environment.get("PATH", "")])
-    if run.training.deterministic:
+    if training.deterministic:
         # Without it cuBLAS takes whichever workspace is free, and may add up in another order.
         environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    try:
-        child = subprocess.run(  # noqa: S603 - the user's own interpreter
-            [str(python.absolute()), "-m", contestant.module, str(place / "outcome.json")],
-            input=json.dumps(dataclasses.asdict(run)),
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            check=False,
-            timeout=limit_s,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise ContestantError(
-            f"{contestant.name} did not end within {limit_s:g} s and was killed; give it more by "
-            "--run-limit, or train a smaller model"
-        ) from error
-    except OSError as error:
-        raise ConfigError(f"{python} cannot be run: {error.strerror}") from error
-    if child.returncode:
-        said = "\n  ".join(child.stdout.splitlines()[-_SAID_LINES:])
-        raise ContestantError(
-            f"{contestant.name} ended with code {child.returncode}; the last that it said:"
-            f"\n  {said}"
-        )
+    return environment
 
 
 def _outcome(contestant: Contestant, file: Path) -> Outcome:

@@ -28,11 +28,13 @@ class Device(NamedTuple):
         name: of the GPU.
         link: speeds between it and host memory: upload, offload, and both at once.
         flop_per_s: floating-point operations a second in products of large bf16 matrices.
+        gpu_count: of GPUs that torch sees; the first one was measured.
     """
 
     name: str
     link: Speeds
     flop_per_s: float
+    gpu_count: int = 1
 
 
 def look() -> Device | None:
@@ -63,4 +65,4 @@ def look() -> Device | None:
         return None
     way = found["link_bytes_per_s"]
     link = Speeds(way["upload"], way["offload"], way["both"])
-    return Device(found["name"], link, found["flop_per_s"])
+    return Device(found["name"], link, found["flop_per_s"], found["gpu_count"])

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -135,6 +136,8 @@ def serve(make: type[Trainer]) -> None:
         make: makes the engine.
     """
     run = Run.of(json.load(sys.stdin))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(_place("LOCAL_RANK"))
     if run.training.threads:
         torch.set_num_threads(run.training.threads)
     if run.training.deterministic:
@@ -146,6 +149,11 @@ def serve(make: type[Trainer]) -> None:
     memory = PeakMemory()
     outcome = measure(run, make, memory)
     Path(sys.argv[1]).write_text(json.dumps(dataclasses.asdict(outcome)), encoding="utf-8")
+
+
+def _place(variable: str) -> int:
+    """Of this process among the ranks; 0 if there are no others."""
+    return int(os.environ.get(variable, "0"))
 
 
 def _awaken_torch() -> None:
@@ -197,7 +205,9 @@ def measure(run: Run, make: Callable[[Run], Trainer], memory: PeakMemory) -> Out
 
 
 def _drawn(training: Training) -> Iterator[torch.Tensor]:
-    return batches(training.shape, batch=training.batch, seed=training.seed)
+    """Each rank has its own windows."""
+    seed = training.seed + _place("RANK")
+    return batches(training.shape, batch=training.batch, seed=seed)
 
 
 def _record(trainer: Trainer, drawn: Iterator[torch.Tensor], path: Path) -> None:

@@ -1,6 +1,7 @@
 """Who runs when, and what the runs say beside each other.
 
-In each round everybody trains once, our engine with everything in memory among them; the next round
+In each round everybody trains once, with each number of ranks, our engine with everything in memory
+among them; the next round
 goes the other way round. Right before a run that pages to the drive, the drive is probed, and where
 there is a GPU, the GPU and its link before each run. Figures
 are compared only within a round, since machines and drives change their speed from minute to
@@ -15,16 +16,19 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Final
 
 from bench.contest import Ratio, ratio
 from bench.steps import device
-from bench.steps.contestants import Contestant, Ours, run_child
+from bench.steps.contestants import Contestant, Ours, run_ranks
 from bench.steps.device import Device
 from bench.steps.drive import Drive, Probe
 from bench.steps.ideal import Ideal, Load, Speeds, Traffic, ideal
+from bench.steps.ranks import together
 from bench.steps.wire import Outcome, Step, Training
+from tiering.errors import ConfigError
 
 _UNDER_WAY: Final = "more runs were to come"
 
@@ -42,6 +46,7 @@ class Plan:
         probe_bytes: of the probe's file.
         limit_s: a run that takes longer is killed.
         timeline: for the trace of one more step of our engine's last run, if that is wanted.
+        ranks: each number of them, as many as train together.
     """
 
     ours: tuple[Ours, ...]
@@ -52,6 +57,7 @@ class Plan:
     probe_bytes: int
     limit_s: float
     timeline: Path | None = None
+    ranks: tuple[int, ...] = (1,)
 
     @property
     def last_of_ours(self) -> Ours:
@@ -60,9 +66,9 @@ class Plan:
 
     @property
     def contestants(self) -> tuple[Contestant, ...]:
-        """All, the one in memory first: it says which type the others have to compute in."""
-        in_memory = Ours()
-        return (in_memory, *(one for one in self.ours if one != in_memory), *self.others)
+        """All, those in memory first: they say which type the others have to compute in."""
+        in_memory = tuple(Ours(ranks=ranks) for ranks in self.ranks)
+        return (*in_memory, *(one for one in self.ours if one not in in_memory), *self.others)
 
     @property
     def total_runs(self) -> int:
@@ -75,14 +81,23 @@ class Measured:
     """One run.
 
     Args:
-        outcome: of the child.
+        ranks: what each of them has measured.
         drive: as the probe before it found it; None for runs without one.
         device: the GPU, likewise.
     """
 
-    outcome: Outcome
+    ranks: tuple[Outcome, ...]
     drive: Drive | None
     device: Device | None = None
+
+    @cached_property
+    def outcome(self) -> Outcome:
+        """Of all ranks together."""
+        return together(self.ranks)
+
+    def of_rank(self, rank: int) -> Measured:
+        """What one of them has measured."""
+        return replace(self, ranks=(self.ranks[rank],))
 
     @property
     def step_s(self) -> float:
@@ -114,15 +129,18 @@ class Measured:
 
     @property
     def drive_load(self) -> Load | None:
-        """What a step puts on the drive; None without one."""
+        """What a step of all ranks puts on the drive, which they share; None without one."""
         traffic = self.engine_traffic
         return Load(traffic, self.drive.speeds) if traffic and self.drive else None
 
     @property
     def link_load(self) -> Load | None:
-        """What a step puts on the link; None without one."""
-        traffic = self.link_traffic
-        return Load(traffic, self.device.link) if traffic and self.device else None
+        """What a step puts on the link, of each way the most of any GPU; None without one."""
+        ranks = (self.of_rank(rank).link_traffic for rank in range(len(self.ranks)))
+        known = [traffic for traffic in ranks if traffic]
+        if self.device is None or not known:
+            return None
+        return Load(Traffic(*map(max, zip(*known, strict=True))), self.device.link)
 
 
 def _mean(moved: Iterable[tuple[int | None, int | None]]) -> Traffic | None:
@@ -147,6 +165,19 @@ class Series:
     def name(self) -> str:
         """In tables."""
         return self.contestant.name
+
+    @property
+    def ranks(self) -> int:
+        """That trained together."""
+        return self.contestant.ranks
+
+    @property
+    def each_rank(self) -> list[Series]:
+        """The same runs, as each rank has measured them."""
+        return [
+            replace(self, runs=tuple(run.of_rank(rank) for run in self.runs))
+            for rank in range(len(self.runs[0].ranks))
+        ]
 
     @property
     def last(self) -> Outcome:
@@ -179,7 +210,7 @@ class Series:
 
     @property
     def peak_bytes(self) -> float:
-        """Of process memory over the start; median of the runs."""
+        """Of process memory over the start, of all ranks; median of the runs."""
         return statistics.median(run.outcome.peak_bytes for run in self.runs)
 
     @property
@@ -201,7 +232,7 @@ class Series:
         """Operations a step by what the GPU could do meanwhile; median of the runs.
 
         Args:
-            step_flop: floating-point operations of the model in a step.
+            step_flop: floating-point operations of the model in a step of one rank.
         """
         found = [step_flop / run.step_s / run.device.flop_per_s for run in self.runs if run.device]
         return statistics.median(found) if found else None
@@ -240,6 +271,23 @@ class Versus:
 
 
 @dataclass(frozen=True)
+class Scaling:
+    """What more ranks give.
+
+    Args:
+        label: who.
+        ranks: that trained together.
+        base_ranks: fewer or more, with which they are compared.
+        tokens_per_s: of these ranks together, by those of the others, over the rounds.
+    """
+
+    label: str
+    ranks: int
+    base_ranks: int
+    tokens_per_s: Ratio
+
+
+@dataclass(frozen=True)
 class Result:
     """What the command found.
 
@@ -260,10 +308,10 @@ class Result:
         """How many are there."""
         return sum(len(one.runs) for one in self.series)
 
-    @property
-    def in_memory(self) -> Series:
-        """Our engine with everything in memory."""
-        return self.series[0]
+    def in_memory(self, ranks: int) -> Series:
+        """Our engine with everything in memory, on so many ranks."""
+        (found,) = (one for one in self.series if one.contestant == Ours(ranks=ranks))
+        return found
 
     @property
     def paged(self) -> tuple[Series, ...]:
@@ -276,14 +324,38 @@ class Result:
         """Each of ours beside each other."""
         names = {one.name for one in self.plan.others}
         others = [one for one in self.series if one.name in names]
-        return tuple(_versus(ours, other) for ours in self.paged for other in others)
+        pairs = ((ours, other) for ours in self.paged for other in others)
+        return tuple(_versus(*pair) for pair in pairs if pair[0].ranks == pair[1].ranks)
+
+    @property
+    def scaling(self) -> tuple[Scaling, ...]:
+        """Each with more ranks beside the same with the first number of them."""
+        first = self.plan.ranks[0]
+        pairs = ((base, more) for base in self.series for more in self.series)
+        return tuple(
+            _scaling(base, more)
+            for base, more in pairs
+            if base.contestant.label == more.contestant.label and base.ranks == first != more.ranks
+        )
 
     @property
     def equal_steps(self) -> int:
-        """Steps whose loss is equal to the last bit in all runs of ours, with any budget."""
-        runs = [run for one in (self.in_memory, *self.paged) for run in one.runs]
-        losses = [[step.loss for step in run.outcome.steps] for run in runs]
-        return sum(len(set(of_step)) == 1 for of_step in zip(*losses, strict=True))
+        """Steps whose loss is equal to the last bit in all runs of ours on as many ranks."""
+        ours = [one for one in self.series if isinstance(one.contestant, Ours)]
+        losses = {
+            ranks: [
+                [step.loss for step in run.outcome.steps]
+                for one in ours
+                if one.ranks == ranks
+                for run in one.runs
+            ]
+            for ranks in {one.ranks for one in ours}
+        }
+        equal = [
+            [len(set(of_step)) == 1 for of_step in zip(*runs, strict=True)]
+            for runs in losses.values()
+        ]
+        return sum(map(all, zip(*equal, strict=True)))
 
     def share(self, series: Series) -> Share:
         """How near one of ours came to the ideal of the bytes it moved."""
@@ -293,7 +365,7 @@ class Result:
         return Share(ideals[middle], ratio(shares))
 
     def _ideals(self, series: Series) -> Iterator[Ideal]:
-        for run, memory in zip(series.runs, self.in_memory.runs, strict=False):
+        for run, memory in zip(series.runs, self.in_memory(series.ranks).runs, strict=False):
             yield ideal(memory.step_s, run.drive_load, run.link_load)
 
 
@@ -327,6 +399,10 @@ def measure(training: Training, plan: Plan, *, advance: Callable[[str], None]) -
             advance(f"round {number + 1}, {contestants[index].name}")
             gpu = device.look() if has_gpu else None
             has_gpu = gpu is not None
+            if gpu is not None and gpu.gpu_count < max(plan.ranks):
+                raise ConfigError(
+                    f"--ranks {max(plan.ranks)} needs a GPU for each, and there are {gpu.gpu_count}"
+                )
             is_last = number == plan.rounds - 1 and contestants[index] == plan.last_of_ours
             trace = plan.timeline if is_last else None
             run = _run(contestants[index], training, plan, gpu, trace)
@@ -354,10 +430,15 @@ def _run(
     drive = None
     if contestant.uses_drive and isinstance(contestant, Ours) and plan.root is not None:
         drive = Probe(plan.root, plan.probe_s, plan.probe_bytes).look()
-    outcome = run_child(
-        contestant, training, root=plan.root, limit_s=plan.limit_s, timeline=timeline
-    )
-    return Measured(outcome, drive, gpu)
+    ranks = run_ranks(contestant, training, root=plan.root, limit_s=plan.limit_s, timeline=timeline)
+    return Measured(ranks, drive, gpu)
+
+
+def _scaling(base: Series, more: Series) -> Scaling:
+    pairs = zip(base.runs, more.runs, strict=False)
+    # As many tokens on each rank.
+    ratios = [more.ranks / base.ranks * one.step_s / two.step_s for one, two in pairs]
+    return Scaling(more.contestant.label, more.ranks, base.ranks, ratio(ratios))
 
 
 def _versus(ours: Series, other: Series) -> Versus:

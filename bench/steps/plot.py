@@ -80,7 +80,11 @@ def _times(axes: Any, result: Result, series: list[Series]) -> None:  # noqa: AN
     axes.plot(budgets, shares, "s--", label="ideal of the bytes moved")
     least = [least_ideal(result, one)[1].seconds for one in series]
     axes.plot(budgets, least, "^:", label="ideal of a perfect engine's bytes")
-    axes.axhline(result.in_memory.seconds().median, color="grey", label="everything in memory")
+    axes.axhline(
+        result.in_memory(series[0].ranks).seconds().median,
+        color="grey",
+        label="everything in memory",
+    )
     axes.set_ylabel("seconds a step")
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=8)

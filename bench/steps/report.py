@@ -33,13 +33,15 @@ _GB: Final = 1e9
 def least_ideal(result: Result, series: Series) -> tuple[Traffic, Ideal]:
     """What a perfect engine with this memory would move, bytes a parameter, and its step.
 
+    All ranks together do, to and from one drive.
+
     Over the link to a GPU it moves what ours does.
     """
     numel = series.last.parameter_numel
     paging = series.last.paging
     traffic = least_traffic(paging.arena_budget_bytes / numel if paging else 0.0)
     whole = Traffic(traffic.read * numel, traffic.written * numel)
-    compute_s = result.in_memory.seconds().median
+    compute_s = result.in_memory(series.ranks).seconds().median
     speeds = _drive_speeds(series)
     drive = Load(whole, speeds) if speeds else None
     return traffic, ideal(compute_s, drive, series.runs[-1].link_load)
@@ -58,7 +60,9 @@ def _utilisation(result: Result, series: Series) -> float | None:
 
 
 def _tokens_per_s(result: Result, series: Series) -> float:
-    return result.training.batch * result.training.shape.context / series.seconds().median
+    """Of all ranks together."""
+    windows = result.training.batch * series.ranks
+    return windows * result.training.shape.context / series.seconds().median
 
 
 # JSON
@@ -84,6 +88,10 @@ def as_json(result: Result, machine: MachineFacts) -> Json:
             }
             for one in result.versus
         ],
+        "scaling": [
+            {**dataclasses.asdict(one), "tokens_per_s": one.tokens_per_s._asdict()}
+            for one in result.scaling
+        ],
     }
 
 
@@ -98,26 +106,16 @@ def _incomplete_json(result: Result) -> Json:
 def _series_json(result: Result, series: Series) -> Json:
     value: Json = {
         "name": series.name,
+        "ranks": series.ranks,
         "settings": _settings(series.contestant),
         "step_s": series.seconds()._asdict(),
         "forward_s": series.seconds(lambda step: step.forward_s)._asdict(),
         "backward_s": series.seconds(lambda step: step.backward_s)._asdict(),
         "update_s": series.seconds(lambda step: step.update_s)._asdict(),
-        "kernel_bytes_per_parameter": _traffic_json(
-            series.bytes_per_parameter(lambda run: run.kernel_traffic)
-        ),
-        "engine_bytes_per_parameter": _traffic_json(
-            series.bytes_per_parameter(lambda run: run.engine_traffic)
-        ),
-        "link_bytes_per_parameter": _link_json(
-            series.bytes_per_parameter(lambda run: run.link_traffic)
-        ),
         "tokens_per_s": _tokens_per_s(result, series),
         "model_flop_utilisation": _utilisation(result, series),
-        "peak_memory_bytes": series.peak_bytes,
-        "process_peak_memory_bytes": series.process_peak_bytes,
-        "training_peak_memory_bytes": series.training_peak_bytes,
-        "device_peak_memory_bytes": series.device_peak_bytes,
+        **_use_json(series),
+        "each_rank": [_use_json(one) for one in series.each_rank],
         "runs": [_run_json(run) for run in series.runs],
     }
     if series in result.paged:
@@ -129,6 +127,25 @@ def _series_json(result: Result, series: Series) -> Json:
             value["least_bytes_per_parameter"] = traffic._asdict()
             value["least_ideal"] = least._asdict()
     return value
+
+
+def _use_json(series: Series) -> Json:
+    """Bytes moved and memory taken."""
+    return {
+        "kernel_bytes_per_parameter": _traffic_json(
+            series.bytes_per_parameter(lambda run: run.kernel_traffic)
+        ),
+        "engine_bytes_per_parameter": _traffic_json(
+            series.bytes_per_parameter(lambda run: run.engine_traffic)
+        ),
+        "link_bytes_per_parameter": _link_json(
+            series.bytes_per_parameter(lambda run: run.link_traffic)
+        ),
+        "peak_memory_bytes": series.peak_bytes,
+        "process_peak_memory_bytes": series.process_peak_bytes,
+        "training_peak_memory_bytes": series.training_peak_bytes,
+        "device_peak_memory_bytes": series.device_peak_bytes,
+    }
 
 
 def _settings(contestant: Contestant) -> Json:
@@ -150,6 +167,7 @@ def _link_json(moved: Traffic | Speeds | None) -> Json | None:
 def _run_json(run: Measured) -> Json:
     return {
         **dataclasses.asdict(run.outcome),
+        "ranks": [dataclasses.asdict(one) for one in run.ranks],
         "drive": _drive_json(run.drive) if run.drive else None,
         "device": _device_json(run.device) if run.device else None,
     }
@@ -179,6 +197,8 @@ def tables(result: Result, machine: MachineFacts) -> Group:
     parts = [_speed_table(result), _traffic_table(result), _paging_table(result)]
     if result.versus:
         parts.append(_versus_table(result))
+    if result.scaling:
+        parts.append(_scaling_table(result))
     return Group(*parts, _loss_table(result), _notes(dict(_facts(result, machine))))
 
 
@@ -186,7 +206,8 @@ def _speed_table(result: Result) -> Table:
     training = result.training
     title = (
         f"step_bench: {training.shape.parameter_numel / 1e6:.1f} million parameters, batch "
-        f"{training.batch} x {training.shape.context}, computing in {training.compute_dtype}; "
+        f"{training.batch} x {training.shape.context}{_of_each(result)}, computing in "
+        f"{training.compute_dtype}; "
         f"{result.plan.rounds} x {training.steps} steps"
     )
     table = _table(
@@ -212,6 +233,10 @@ def _speed_table(result: Result) -> Table:
     return table
 
 
+def _of_each(result: Result) -> str:
+    return "" if result.plan.ranks == (1,) else " on each rank"
+
+
 def _share(share: Share | None) -> tuple[str, str]:
     if share is None:
         return "-", "-"
@@ -234,19 +259,33 @@ def _traffic_table(result: Result) -> Table:
         least = "-"
         if series in result.paged and series.contestant.uses_drive:
             least = _traffic(least_ideal(result, series)[0])
-        table.add_row(
-            series.name,
-            _traffic(series.bytes_per_parameter(lambda run: run.engine_traffic)),
-            _traffic(series.bytes_per_parameter(lambda run: run.kernel_traffic)),
-            least,
-            _traffic(series.bytes_per_parameter(lambda run: run.link_traffic)),
-            f"{series.peak_bytes / _MB:.0f}",
-            f"{series.training_peak_bytes / _MB:.0f}",
-            f"{series.training_peak_bytes / series.last.parameter_numel:.1f}",
-            f"{series.process_peak_bytes / _MB:.0f}",
-            _device_memory(series),
-        )
+        table.add_row(series.name, *_use(series, least))
+        for rank, one in enumerate(_ranks_beneath(series)):
+            table.add_row(_rank_name(rank), *_use(one, "-"))
     return table
+
+
+def _ranks_beneath(series: Series) -> list[Series]:
+    """Each rank where there are several."""
+    return series.each_rank if series.ranks > 1 else []
+
+
+def _rank_name(rank: int) -> str:
+    return f"  rank {rank}"
+
+
+def _use(series: Series, least: str) -> tuple[str, ...]:
+    return (
+        _traffic(series.bytes_per_parameter(lambda run: run.engine_traffic)),
+        _traffic(series.bytes_per_parameter(lambda run: run.kernel_traffic)),
+        least,
+        _traffic(series.bytes_per_parameter(lambda run: run.link_traffic)),
+        f"{series.peak_bytes / _MB:.0f}",
+        f"{series.training_peak_bytes / _MB:.0f}",
+        f"{series.training_peak_bytes / series.last.parameter_numel:.1f}",
+        f"{series.process_peak_bytes / _MB:.0f}",
+        _device_memory(series),
+    )
 
 
 def _device_memory(series: Series) -> str:
@@ -264,9 +303,12 @@ def _paging_table(result: Result) -> Table:
         *("caller waited", "GPU waited", "by"),
     )
     for series in result.paged:
+        on_gpu = series.runs[-1].device is not None
         if series.last.paging:
-            on_gpu = series.runs[-1].device is not None
             table.add_row(series.name, *_paging(series.last.paging, on_gpu=on_gpu))
+        for rank, one in enumerate(_ranks_beneath(series)):
+            if one.last.paging:
+                table.add_row(_rank_name(rank), *_paging(one.last.paging, on_gpu=on_gpu))
     return table
 
 
@@ -298,11 +340,22 @@ def _versus_table(result: Result) -> Table:
     return table
 
 
+def _scaling_table(result: Result) -> Table:
+    table = _table(
+        "tokens/s of more ranks / of fewer, median (least to greatest) of the rounds",
+        *("who", "ranks", "of", "tokens/s"),
+    )
+    for one in result.scaling:
+        table.add_row(one.label, str(one.ranks), str(one.base_ranks), _ratio(one.tokens_per_s))
+    return table
+
+
 def _loss_table(result: Result) -> Table:
-    total = len(result.in_memory.last.steps)
+    total = len(result.series[0].last.steps)
+    on_as_many = "" if len(result.plan.ranks) == 1 else " on as many ranks"
     title = (
-        f"loss of every step, first round; in all runs of ours {result.equal_steps} of {total} "
-        "steps have losses equal to the last bit"
+        f"loss of every step, first round; in all runs of ours{on_as_many} {result.equal_steps} of "
+        f"{total} steps have losses equal to the last bit"
     )
     table = _table(title, "step", *(one.name for one in result.series))
     losses = [[step.loss for step in one.runs[0].outcome.steps] for one in result.series]
@@ -356,7 +409,7 @@ def _facts(result: Result, machine: MachineFacts) -> Iterator[tuple[str, str]]:
         yield "backend", engine.backend + reason
     versions = dict.fromkeys(one.last.version for one in result.series)
     yield "torch", "; ".join(versions)
-    yield "threads", ", ".join(f"{one.name} {one.last.threads}" for one in result.series)
+    yield "threads", "; ".join(f"{one.name}: {one.last.threads}" for one in result.series)
     yield "memlock limit", machine.memlock
     processors = f"{machine.cpu_count} processors ({machine.cpu_model})"
     memory = f"{format_bytes(machine.memory_bytes)} of memory"

@@ -16,10 +16,10 @@ class Training:
 
     Args:
         shape: of the model.
-        batch: windows a step.
+        batch: windows a step, on each rank.
         warmup: steps before those that count.
         steps: that count.
-        seed: of weights and batches.
+        seed: of weights and of rank 0's batches; that of a rank's is larger by its number.
         fused: torch's fused AdamW kernel, where an engine has the choice.
         compute_dtype: ``auto``, ``fp32`` or ``bf16``; weights are stored in bf16 always.
         threads: torch computes with; 0: its own choice.
@@ -48,7 +48,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Run:
-    """One child's work.
+    """A child's work: that of one rank.
 
     Args:
         training: what.

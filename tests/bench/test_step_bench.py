@@ -373,7 +373,7 @@ def measured(*seconds: float, peak_bytes: int = 1) -> Measured:
     first = Step(0.0, 99.0, 99.0, 99.0, 0, 0, None, None)
     steps = [Step(0.0, one / 4, one / 2, one / 4, 40, 20, None, None) for one in seconds]
     outcome = Outcome(10, "fp32", 1, "", 1, (first, *steps), 0, peak_bytes, peak_bytes, None)
-    return Measured(outcome, None)
+    return Measured((outcome,), None)
 
 
 def test_ratios_are_taken_within_a_round_and_warm_up_steps_do_not_count() -> None:
@@ -411,7 +411,7 @@ def on_gpu(seconds: float, device: Device) -> Measured:
         direct_io=True,
     )
     return Measured(
-        replace(run.outcome, steps=tuple(steps), paging=paging, device_peak_bytes=4_000_000),
+        (replace(run.outcome, steps=tuple(steps), paging=paging, device_peak_bytes=4_000_000),),
         None,
         device,
     )
@@ -456,7 +456,7 @@ def test_steps_are_equal_if_all_runs_of_ours_say_so() -> None:
     def run(*losses: float) -> Measured:
         one = measured(*([1.0] * len(losses)))
         steps = [replace(s, loss=x) for s, x in zip(one.outcome.measured, losses, strict=True)]
-        return Measured(replace(one.outcome, steps=tuple(steps), warmup=0), None)
+        return Measured((replace(one.outcome, steps=tuple(steps), warmup=0),), None)
 
     ours = Ours("ours", "cpu")
     plan = Plan((ours,), (PlainTorch(),), 2, None, 1.0, 2**20, 1.0)
@@ -474,7 +474,7 @@ def test_with_everything_in_memory_the_step_is_its_own_ideal() -> None:
     result = Result(
         Training(SIZES["tiny"]), plan, (Series(Ours(), (measured(1.0), measured(3.0))),)
     )
-    share = result.share(result.in_memory)
+    share = result.share(result.in_memory(1))
     assert share.of_measured == (1.0, 1.0, 1.0)
     assert share.ideal.binds == "compute"
 

@@ -15,14 +15,14 @@ from bench.steps import device
 from bench.steps.child_device import flop_per_s, link_bytes_per_s
 from bench.steps.contestants import (
     Contestant,
-    ContestantError,
     DeepSpeed,
     DeepSpeedSettings,
     OffloadDevice,
     Ours,
     PlainTorch,
-    run_child,
+    run_ranks,
 )
+from bench.steps.launch import ContestantError
 from bench.steps.link import Pieces
 from bench.steps.loop import PeakMemory, kernel_moved
 from bench.steps.model import SIZES, Shape, batches, build
@@ -38,13 +38,13 @@ def brief(**changes: Any) -> Training:
 
 def test_a_child_that_takes_too_long_is_ended_and_its_folder_removed(tmp_path: Path) -> None:
     with pytest.raises(ContestantError, match="--run-limit"):
-        run_child(Ours(), brief(), root=tmp_path, limit_s=0.01)
+        run_ranks(Ours(), brief(), root=tmp_path, limit_s=0.01)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_budget_that_cannot_work_is_told_in_the_engines_words(tmp_path: Path) -> None:
     with pytest.raises(ContestantError, match=r"tiering\.host_memory is 10,240 bytes"):
-        run_child(Ours("small", "nvme", 10240), brief(), root=tmp_path, limit_s=60)
+        run_ranks(Ours("small", "nvme", 10240), brief(), root=tmp_path, limit_s=60)
     assert not list(tmp_path.iterdir())
 
 
@@ -53,7 +53,7 @@ def test_an_interpreter_without_deepspeed_is_told_of(tmp_path: Path) -> None:
     python.write_text("#!/bin/sh\necho No module named deepspeed >&2\nexit 3\n")
     python.chmod(0o755)
     with pytest.raises(ContestantError, match=r"code 3(.|\n)*No module named deepspeed"):
-        run_child(DeepSpeed(python), brief(), root=tmp_path, limit_s=60)
+        run_ranks(DeepSpeed(python), brief(), root=tmp_path, limit_s=60)
 
 
 def test_a_deterministic_child_is_told_before_it_starts(tmp_path: Path) -> None:
@@ -61,26 +61,26 @@ def test_a_deterministic_child_is_told_before_it_starts(tmp_path: Path) -> None:
     python.write_text("#!/bin/sh\necho it has $CUBLAS_WORKSPACE_CONFIG\nexit 3\n")
     python.chmod(0o755)
     with pytest.raises(ContestantError, match="it has :4096:8"):
-        run_child(DeepSpeed(python), brief(deterministic=True), root=tmp_path, limit_s=60)
+        run_ranks(DeepSpeed(python), brief(deterministic=True), root=tmp_path, limit_s=60)
 
 
 @pytest.mark.parametrize("contestant", [Ours(), PlainTorch()])
 def test_all_kernels_have_a_deterministic_form(contestant: Contestant) -> None:
     """Of the GPU's if there is one: a kernel that has none is an error."""
     training = brief(steps=3, deterministic=True, compute_dtype="fp32")
-    runs = [run_child(contestant, training, root=None, limit_s=300) for _ in range(2)]
+    runs = [run_ranks(contestant, training, root=None, limit_s=300)[0] for _ in range(2)]
     one, other = ([step.loss for step in run.steps] for run in runs)
     assert one == other
 
 
 def test_an_interpreter_that_is_none_is_told_of(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be run"):
-        run_child(DeepSpeed(tmp_path / "none"), brief(), root=tmp_path, limit_s=60)
+        run_ranks(DeepSpeed(tmp_path / "none"), brief(), root=tmp_path, limit_s=60)
 
 
 def test_a_child_that_leaves_nothing_is_told_of(tmp_path: Path) -> None:
     with pytest.raises(ContestantError, match="left no outcome"):
-        run_child(DeepSpeed(Path("/bin/true")), brief(), root=tmp_path, limit_s=60)
+        run_ranks(DeepSpeed(Path("/bin/true")), brief(), root=tmp_path, limit_s=60)
 
 
 @pytest.mark.parametrize(("device", "homes"), [("none", 0), ("cpu", 2), ("nvme", 2)])
@@ -113,7 +113,7 @@ def roots(module: str) -> Iterator[str]:
     """What a module of ours imports from others, directly or through modules of ours."""
     standard = {
         *("__future__", "abc", "collections", "contextlib", "dataclasses", "functools", "gzip"),
-        *("itertools", "json", "os", "pathlib", "socket", "sys", "tempfile", "time", "typing"),
+        *("itertools", "json", "os", "pathlib", "sys", "tempfile", "time", "typing"),
     }
     tree = ast.parse((ROOT / Path(*module.split("."))).with_suffix(".py").read_text())
     for node in ast.walk(tree):

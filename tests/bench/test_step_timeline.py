@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 from bench.step_bench import main
 from bench.steps import timeline
-from bench.steps.contestants import Ours, run_child
+from bench.steps.contestants import Ours, run_ranks
 from bench.steps.model import SIZES
 from bench.steps.timeline import Span, Transfer, Window, busy_share, lanes, merge, read
 from bench.steps.wire import Training
@@ -32,7 +32,7 @@ def paged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("trace") / "step.json.gz"
     training = Training(SIZES["tiny"], warmup=1, steps=1, threads=1)
     ours = Ours("ours", "nvme", SIZES["tiny"].parameter_numel * 14 // 4)
-    outcome = run_child(
+    (outcome,) = run_ranks(
         ours, training, root=tmp_path_factory.mktemp("drive"), limit_s=300, timeline=path
     )
     assert len(outcome.steps) == 2, "the recorded steps are none of those that are measured"
