@@ -231,22 +231,6 @@ def test_a_unit_that_several_streams_work_on(param: str, optimizer: str, tmp_pat
     assert_equal(runs[0][1], runs[1][1])
 
 
-def test_a_weight_that_is_present_is_waited_for_on_every_stream(tmp_path: Path) -> None:
-    """It was fetched on one stream, whose upload is late, and is used on another."""
-    weights = torch.ones(2**27)  # 10 ms of the link
-    model = nn.ParameterDict({"weight": nn.Parameter(weights)})
-    engine, *_ = infinity.initialize(
-        model=model, config=config_for(tmp_path, param="cpu", optimizer="cpu")
-    )
-    with engine, torch.no_grad():
-        first, second = torch.cuda.Stream(), torch.cuda.Stream()
-        for stream in (first, second):
-            with torch.cuda.stream(stream):
-                found = model["weight"].sum(dtype=torch.float64)
-        torch.cuda.synchronize()
-        assert float(found) == weights.numel()
-
-
 class Buffered(nn.Module):
     """Uses buffers of three types."""
 
