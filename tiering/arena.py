@@ -327,11 +327,6 @@ class Slot:
         """Whether some tensor handed out earlier, or a view of it, is still alive."""
         return any(alias() is not None for alias in tuple(self._aliases.values()))
 
-    @property
-    def may_be_aliased(self) -> bool:
-        """The same: here that is known."""
-        return self.is_aliased
-
     def tensors(self, spec: RecordSpec) -> dict[str, torch.Tensor]:
         """The record's tensors as views of this slot, by name.
 

@@ -538,7 +538,7 @@ class TieredStore:
         if entry.claim is not None:
             return self._take_claim(entry)
         stays = entry.state is State.RESIDENT or (entry.is_kept and entry.transfer is None)
-        if stays and entry.slot is not None and entry.leases == 1 and not entry.slot.may_be_aliased:
+        if stays and entry.slot is not None and entry.leases == 1 and not entry.slot.is_aliased:
             return entry.slot
         return self._make_slot(entry)
 

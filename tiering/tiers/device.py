@@ -12,14 +12,14 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 
 from tiering.arena import POISON
 from tiering.spec import RecordSpec
-from tiering.tiers.link import AHEAD_BYTES, Hop, Link, LinkStats, Order
+from tiering.tiers.link import AHEAD_BYTES, Hop, Link, LinkStats, Order, uses_of
 
 _ALIGN_BYTES = 4096  # the arena's alignment, so that kernels see the same addresses on every tier
 
@@ -29,6 +29,9 @@ class _Block(NamedTuple):
 
     array: np.ndarray[tuple[int], np.dtype[np.uint8]]
     nbytes: int
+
+
+_OWN_USES: Final = 2  # of a slot's storage: by the slot's tensor, and by whoever asks
 
 
 class DeviceSlot:
@@ -62,16 +65,10 @@ class DeviceSlot:
 
     @property
     def is_aliased(self) -> bool:
-        """Whether a tensor handed out earlier is still alive, as far as that is known.
-
-        On a GPU it is not, and this is False: see `may_be_aliased`.
-        """
+        """Whether a tensor handed out earlier is still alive."""
+        if self._base is not None:
+            return uses_of(self._base.untyped_storage()) > _OWN_USES
         return any(r() is not None for r in self._handed_out)
-
-    @property
-    def may_be_aliased(self) -> bool:
-        """Whether a tensor handed out earlier might still be alive."""
-        return self._base is not None or self.is_aliased
 
     def free(self) -> None:
         """Give the room back as soon as no tensor uses it."""

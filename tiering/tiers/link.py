@@ -119,7 +119,7 @@ class _Uploaded:
     def is_gone(self) -> bool:
         if self._storage is None:
             return bool(self._alive.expired())
-        return torch._C._storage_Use_Count(self._storage._cdata) == 1  # noqa: SLF001 - only this one
+        return uses_of(self._storage) == 1
 
     def is_of(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies in it, or could: by the address."""
@@ -269,6 +269,11 @@ class Link:
         while self._stalls and self._stalls[0][1].query():
             before, after = self._stalls.popleft()
             self._stats.upload_waited_s += before.elapsed_time(after) / 1000
+
+
+def uses_of(storage: torch.UntypedStorage) -> int:
+    """How many hold it: tensors, and this object."""
+    return int(torch._C._storage_Use_Count(storage._cdata))  # noqa: SLF001 - has no other name
 
 
 def _poison(storage: torch.UntypedStorage) -> torch.Tensor:
