@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,12 @@ NVME_VARIABLE = "ZERO_INFINITY_NVME"
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Slow tests run only when asked for."""
     parser.addoption("--run-slow", action="store_true", help="run the tests marked slow as well")
+
+
+def pytest_configure() -> None:
+    """Heed Ctrl-C, also where a shell has started this in the background; children do as we do."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

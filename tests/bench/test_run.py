@@ -276,18 +276,21 @@ def test_a_failed_transfer_is_an_error_and_leaves_nothing(
 
 def test_an_interrupt_ends_it_and_removes_the_files(folder: Path) -> None:
     arguments = ["run", "--path", str(folder), "--size", "64MiB", "--seconds", "3600"]
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", STOPPABLE, *arguments],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "running\n"
-    assert list(folder.iterdir())
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "running\n"
+            assert list(folder.iterdir())
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 128 + signal.SIGINT
     assert "interrupted" in errors
     assert "Traceback" not in errors
