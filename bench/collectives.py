@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from bench.contest import Ratio, ratio
+from bench.contest import Ratio, in_turns, ratio, speed_cells
 from bench.facts import MachineFacts, machine_facts
 from bench.report import Json, show, write_json
 from bench.steps.link import finish
@@ -48,7 +47,6 @@ _EXCHANGES: Final = 100
 _NUMBERS: Final = (0.0,) * 4  # in an exchange
 _TIMEOUT_S: Final = 300.0
 _DTYPE: Final = torch.bfloat16
-_GB: Final = 1e9
 
 Collective = Callable[[torch.Tensor, torch.Tensor], object]
 """Of a whole buffer and this rank's shard of it; complete for later work when it returns."""
@@ -72,7 +70,7 @@ class Row(NamedTuple):
     @property
     def ours_by_bare(self) -> Ratio:
         """Within rounds; below 1, ours are slower."""
-        return ratio([one / other for one, other in zip(self.ours, self.bare, strict=True)])
+        return in_turns(self.ours, self.bare)
 
 
 @dataclass(frozen=True)
@@ -240,12 +238,10 @@ def table(found: Found, machine: MachineFacts) -> Table:
     for name in ("bare, GB/s", "ours, GB/s", "ours / bare, median (least to greatest)"):
         shown.add_column(name, justify="right")
     for row in found.rows:
-        shares = row.ours_by_bare
         shown.add_row(
             format_bytes(row.nbytes),
             row.name,
-            *(f"{statistics.median(speeds) / _GB:.2f}" for speeds in (row.bare, row.ours)),
-            f"{shares.median:.3f} ({shares.least:.3f} to {shares.greatest:.3f})",
+            *speed_cells(row.ours, row.bare),
         )
     return shown
 

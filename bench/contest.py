@@ -19,6 +19,7 @@ from bench.workload import Bandwidth
 from tiering.errors import TieringError
 
 OURS: Final = "ours"
+_GB: Final = 1e9
 _REST_S: Final = 0.5
 
 
@@ -187,3 +188,23 @@ def _by(one: float, other: float) -> float:
 def ratio(values: Sequence[float]) -> Ratio:
     """Median, least and greatest of one or more values."""
     return Ratio(statistics.median(values), min(values), max(values))
+
+
+def in_turns(ours: Sequence[float], others: Sequence[float]) -> Ratio:
+    """Ours by others', round by round; of speeds, below 1 says that ours are slower."""
+    return ratio([one / other for one, other in zip(ours, others, strict=True)])
+
+
+def speed_cells(ours: Sequence[float], others: Sequence[float]) -> tuple[str, str, str]:
+    """Of a row: others' and our median speed in 10**9 bytes a second, and their ratio.
+
+    Args:
+        ours: bytes a second, one a round.
+        others: likewise.
+    """
+    share = in_turns(ours, others)
+    return (
+        f"{statistics.median(others) / _GB:.2f}",
+        f"{statistics.median(ours) / _GB:.2f}",
+        f"{share.median:.3f} ({share.least:.3f} to {share.greatest:.3f})",
+    )

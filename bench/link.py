@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.contest import Ratio, ratio
+from bench.contest import Ratio, in_turns, speed_cells
 from bench.facts import MachineFacts, machine_facts
 from bench.report import Json, show, write_json
 from bench.steps.link import WAYS, Pieces, RawCopies, Way, bytes_per_s, finish
@@ -42,7 +41,6 @@ JSON_SCHEMA: Final = 1
 _CANNOT: Final = 2
 _FAILED: Final = 1
 _PASSES: Final = 4  # over the memory in each round
-_GB: Final = 1e9
 
 
 class Row(NamedTuple):
@@ -65,7 +63,7 @@ class Row(NamedTuple):
     @property
     def ours_by_raw(self) -> Ratio:
         """Within rounds; below 1, ours are slower."""
-        return ratio([one / other for one, other in zip(self.ours, self.raw, strict=True)])
+        return in_turns(self.ours, self.raw)
 
 
 @dataclass(frozen=True)
@@ -233,12 +231,10 @@ def table(found: Found, machine: MachineFacts) -> Table:
     for name in ("raw, GB/s", "ours, GB/s", "ours / raw, median (least to greatest)"):
         shown.add_column(name, justify="right")
     for row in found.rows:
-        shares = row.ours_by_raw
         shown.add_row(
             f"{row.record} ({format_bytes(row.nbytes)})",
             row.way,
-            *(f"{statistics.median(speeds) / _GB:.2f}" for speeds in (row.raw, row.ours)),
-            f"{shares.median:.3f} ({shares.least:.3f} to {shares.greatest:.3f})",
+            *speed_cells(row.ours, row.raw),
         )
     return shown
 
