@@ -167,19 +167,26 @@ def make_plan(
 
 
 def updated_early(trained_numel: Sequence[int]) -> list[bool]:
-    """Choose the units that are updated under backward: the later half, which it reaches first.
+    """Choose the units that are updated under backward: about half of all elements, evenly spread.
 
-    So that the drive has as much to do in backward as in forward.
+    So that link and drive have as much to do in backward as in forward, and from its beginning to
+    its end. Not the first trained unit: backward ends with its gradients, and the next forward
+    begins with its weights.
 
     Args:
         trained_numel: elements of each unit in the order of the model; 0 where it is frozen.
     """
-    left = sum(trained_numel) / 2
-    chosen: list[bool] = []
-    for numel in reversed(trained_numel):
-        chosen.append(numel > 0 and left >= numel / 2)
-        left -= numel
-    return chosen[::-1]
+    first = next((i for i, numel in enumerate(trained_numel) if numel), 0)
+    eligible = sum(trained_numel[first + 1 :])
+    share = min(sum(trained_numel) / 2 / eligible, 1.0) if eligible else 0.0
+    owed = 0.0
+    chosen = [False] * len(trained_numel)
+    for index in range(len(trained_numel) - 1, first, -1):  # as backward reaches them
+        numel = trained_numel[index]
+        owed += share * numel
+        chosen[index] = numel > 0 and owed >= numel / 2
+        owed -= numel * chosen[index]
+    return chosen
 
 
 def reside(

@@ -54,7 +54,7 @@ class Tiering(Section):
     speeds: paths, or objects with ``path`` and ``gb_per_s``. They take the place of ``nvme_path``.
     """
     update_in_backward: bool = False
-    """True: the later half of the model is updated under backward, each unit as soon as its
+    """True: half of the model, unit for unit, is updated under backward, each as soon as its
     gradients are complete, so that the drive works in backward as it does in forward. For training
     without clipping whose loop always steps after backward: what an update does (rates, decay) is
     settled by then, and `zero_grad` or a change of it before the step is an error. On a GPU the
