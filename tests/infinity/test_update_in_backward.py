@@ -189,7 +189,7 @@ def test_a_tied_weight_is_updated_after_all_its_uses(tmp_path: Path) -> None:
 
 
 def test_about_half_of_the_model_is_updated_early_wherever_backward_is() -> None:
-    """By elements of what is trained; the first unit waits, where its weights are needed at once."""
+    """By elements of what is trained; the first unit waits, whose weights are needed at once."""
     assert updated_early([10, 10, 10, 10]) == [False, True, False, True]
     assert updated_early([40, 10, 10]) == [False, True, True]
     assert updated_early([10, 10, 10, 40]) == [False, False, False, True]
