@@ -98,7 +98,10 @@ class Hooks:
         )
 
     def copy_on_state_dict(self, module: nn.Module) -> None:
-        """Have ``state_dict()`` return ordinary copies of the module's own parameters."""
+        """Have ``state_dict()`` return copies of the module's own parameters, in host memory.
+
+        All of them at once may be more than a GPU has room for.
+        """
 
         def before(_module: nn.Module, _prefix: str, _keep_vars: bool) -> None:  # noqa: FBT001
             self._schedule.begin_copy()
@@ -108,7 +111,7 @@ class Hooks:
             for name, _ in owner.named_parameters(recurse=False, remove_duplicate=False):
                 tensor = state.get(prefix + name)
                 if tensor is not None and not isinstance(tensor, nn.Parameter):
-                    state[prefix + name] = tensor.clone()
+                    state[prefix + name] = tensor.to("cpu", copy=True)
 
         self._handles.append(module.register_state_dict_pre_hook(before))
         self._handles.append(module.register_state_dict_post_hook(after))

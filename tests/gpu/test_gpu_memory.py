@@ -80,6 +80,24 @@ def test_every_step_uses_the_buffers_of_those_before_it(home: str, tmp_path: Pat
     assert max(peaks) - before <= plan_bytes + activations
 
 
+def test_taking_all_weights_needs_no_room_on_the_device(tmp_path: Path) -> None:
+    """They come to the host, unit by unit: the model may be larger than the device."""
+    model = deep_model()
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    total = sum(p.nbytes for p in model.parameters())
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    engine, *_ = infinity.initialize(
+        model=model, config=config_for(tmp_path, param="cpu", optimizer="cpu")
+    )
+    with engine:
+        weights = engine.module.state_dict()
+        plan = engine.stats().device_plan_bytes
+    assert {tensor.device.type for tensor in weights.values()} == {"cpu"}
+    assert all(torch.equal(expected[name], tensor) for name, tensor in weights.items())
+    assert torch.cuda.max_memory_allocated() - before <= plan < total
+
+
 def test_registered_memory_is_what_was_asked_for() -> None:
     """Not rounded to a power of two, and not held a second time by the driver."""
     asked = 10 * 135_790_592

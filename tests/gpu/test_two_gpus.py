@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from tests.infinity.conftest import (
     config_for,
     samples,
 )
-from tests.infinity.ranks import Ranks
+from tests.infinity.ranks import Ranks, first_failure, torchrun
 
 pytestmark = [
     pytest.mark.gpu,
@@ -79,3 +80,27 @@ def test_lower_stages_train_the_same_on_two_gpus(
     (_, expected), _ = two_gpus.run(train_share, three)
     (_, weights), _ = two_gpus.run(train_share, lower)
     assert_close(weights, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "reason"),
+    [
+        ("kill", -9, "rank 1 has gone"),
+        ("exit", 7, "rank 1 has gone"),
+        ("throw within with", 1, "rank 1 failed: ValueError: a mistake of one rank"),
+        ("backward", 1, "rank 1 failed: ValueError: a mistake of one rank"),
+    ],
+)
+def test_a_rank_that_ends_ends_the_other(kind: str, code: int, reason: str, tmp_path: Path) -> None:
+    """By itself, with the reason, though what it waits for is on a GPU."""
+    status, text = torchrun(kind, tmp_path)
+    assert status == 1
+    assert re.search(f"RankError: .*{reason}", text), text
+    failed, rank = first_failure(text)
+    assert failed == (code if rank == 1 else 1)
+
+
+def test_a_rank_that_hangs_is_named_after_the_timeout(tmp_path: Path) -> None:
+    status, text = torchrun("hang", tmp_path)
+    assert status == 1
+    assert re.search(r"RankError: .*rank 1 did not come to it within 2 s", text), text

@@ -119,7 +119,7 @@ def train(engine: infinity.InfinityEngine, model: Model, kind: str) -> None:
         if RANK == 1 and step == 1:
             BETWEEN.get(kind, lambda: None)()
             model.middle = {"forward": lambda _: throw(), "backward": Failing.apply}.get(kind)
-        inputs, targets = samples(step)
+        inputs, targets = (t.to(engine.device) for t in samples(step))
         part = slice(4 * RANK, 4 * RANK + 4)
         engine.backward(base_loss(engine, (inputs[part], targets[part])))
         engine.step()

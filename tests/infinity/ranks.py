@@ -1,8 +1,15 @@
-"""Several ranks for tests: processes that are started once, and run one function after another."""
+"""Several ranks for tests.
+
+Processes that are started once, and run one function after another; or a program that fails on one
+of two, under torchrun.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
+import re
+import subprocess
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -15,7 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_LIMIT_S = 120.0  # of one function; a test that hangs fails
+from tiering.folder import SwapFolder
+
+_LIMIT_S = 120.0  # of one function or program; one that hangs fails
 
 
 def _serve(rank: int, size: int, rendezvous: str, jobs: Connection, backend: str) -> None:
@@ -129,3 +138,33 @@ def rank_pool() -> Iterator[RankPool]:
         yield pool
     finally:
         pool.close()
+
+
+def torchrun(kind: str, path: Path, own_path: Path | None = None) -> tuple[int, str]:
+    """Run the failing program on two ranks; returns the exit status and what was printed."""
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *("--module", "tests.infinity.failing_rank", kind, str(path), str(own_path)),
+    ]
+    done = subprocess.run(
+        command,
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        timeout=_LIMIT_S,
+        check=False,
+    )
+    assert "terminate called" not in done.stdout
+    with SwapFolder(path):  # removes what the dead have left, and only that
+        pass
+    assert list(path.iterdir()) == []
+    return done.returncode, done.stdout
+
+
+def first_failure(text: str) -> tuple[int, int]:
+    """Exit code and rank of the first that failed, as torchrun has seen it."""
+    found = re.search(r"failed \(exitcode: (-?\d+)\) local_rank: (\d)", text)
+    assert found, text
+    return int(found[1]), int(found[2])

@@ -3,47 +3,14 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.infinity.conftest import drive_of
-from tiering.folder import SwapFolder
+from tests.infinity.ranks import first_failure, torchrun
 
-_LIMIT_S = 120.0  # of one program; one that hangs fails
 _ENDED = {"rank 0 ended", "rank 1 ended"}
-
-
-def torchrun(kind: str, path: Path, own_path: Path | None = None) -> tuple[int, str]:
-    """Run the failing program on two ranks; returns the exit status and what was printed."""
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("--module", "tests.infinity.failing_rank", kind, str(path), str(own_path)),
-    ]
-    done = subprocess.run(
-        command,
-        cwd=Path(__file__).parents[2],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        timeout=_LIMIT_S,
-        check=False,
-    )
-    assert "terminate called" not in done.stdout
-    with SwapFolder(path):  # removes what the dead have left, and only that
-        pass
-    assert list(path.iterdir()) == []
-    return done.returncode, done.stdout
-
-
-def first_failure(text: str) -> tuple[int, int]:
-    """Exit code and rank of the first that failed, as torchrun has seen it."""
-    found = re.search(r"failed \(exitcode: (-?\d+)\) local_rank: (\d)", text)
-    assert found, text
-    return int(found[1]), int(found[2])
 
 
 @pytest.mark.parametrize(
