@@ -128,7 +128,7 @@ class _Uploaded:
     def poison(self, stream: torch.cuda.Stream) -> None:
         """Fill it, on the current stream, if this is debug mode."""
         if self._storage is not None:
-            whole = _poison(self._storage)
+            whole = _fill(self._storage)
             whole.record_stream(stream)
             self._storage = None
 
@@ -192,7 +192,7 @@ class Link:
         with torch.cuda.stream(self._up):
             here = torch.empty(host.shape, dtype=host.dtype, device=self._device)
             if self._poison:
-                _poison(here.untyped_storage())
+                _fill(here.untyped_storage())
             here.copy_(host, non_blocking=True)
             arrived.record(self._up)
         self._await(arrived, current)
@@ -276,8 +276,8 @@ def uses_of(storage: torch.UntypedStorage) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))  # noqa: SLF001 - has no other name
 
 
-def _poison(storage: torch.UntypedStorage) -> torch.Tensor:
-    """Fill all its bytes, and return them: uint8, shape (nbytes,)."""
+def _fill(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Fill all its bytes with no number, and return them: uint8, shape (nbytes,)."""
     whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
     whole.set_(storage)
     return whole.fill_(POISON)
