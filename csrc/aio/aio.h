@@ -176,7 +176,7 @@ int aio_submit(struct aio *aio, const struct aio_request *requests, uint32_t cou
 
 /* Waits for one request, at most timeout_us (0: just ask; < 0: for ever). 0: done, result filled;
  * -ETIME: still pending, result says how far; -ENOENT: unknown or forgotten. A request that is
- * waited for becomes urgent, and so does what it waits for in turn: see Order in worker.c. */
+ * waited for becomes urgent, and so does what it waits for in turn: see Order in inbox.c. */
 int aio_wait(struct aio *aio, uint64_t id, int64_t timeout_us, struct aio_result *result);
 /* Drops a done request's result. -EBUSY while it is pending. */
 int aio_forget(struct aio *aio, uint64_t id);

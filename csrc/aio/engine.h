@@ -112,7 +112,7 @@ struct path {
 	pthread_cond_t answered; /* started, exited, or a command is done */
 	struct backend *backend;
 	struct fault_state faults;
-	/* Those with bytes left to carve: [urgent][op]; see Order in worker.c. */
+	/* Those with bytes left to carve: [urgent][op]; see Order in inbox.c. */
 	struct request_list queues[2][2];
 	struct block *blocks; /* queue_depth of them */
 	struct block *free_blocks;
@@ -162,9 +162,21 @@ struct aio {
 	bool closing;
 };
 
-/* requests.c; all with the lock held */
+/* inbox.c; all with the lock held */
 void list_append(struct request_list *list, struct request *request);
 void list_remove(struct request_list *list, struct request *request);
+/* Has the worker look again. */
+void path_wake(struct path *path);
+void path_queue(struct path *path, struct request *request);
+void path_dequeue(struct path *path, struct request *request);
+/* The request whose turn it is, or NULL. */
+struct request *path_next(const struct path *path);
+/* Has the worker carry the command out, and waits for that. */
+int path_command(struct path *path, struct command *command);
+/* Ends the commands that no worker will carry out. */
+void path_refuse_commands(struct path *path);
+
+/* requests.c; all with the lock held */
 int requests_reserve(struct aio *aio, uint32_t count);
 struct request *requests_find(struct aio *aio, uint64_t id);
 /* Whether the id was ever given out. */
@@ -182,11 +194,6 @@ void requests_free(struct aio *aio);
 
 /* worker.c */
 int path_start(struct aio *aio, struct path *path);
-/* With the lock held: */
-void path_wake(struct path *path);
-void path_queue(struct path *path, struct request *request);
-void path_dequeue(struct path *path, struct request *request);
-int path_command(struct path *path, struct command *command);
 /* Frees what path_start made; the worker has exited. Without the lock. */
 void path_free(struct path *path);
 

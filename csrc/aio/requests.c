@@ -13,20 +13,6 @@
 #include <errno.h>
 #include <stdlib.h>
 
-void list_append(struct request_list *list, struct request *request)
-{
-	request->next = NULL;
-	request->prev = list->last;
-	*(list->last ? &list->last->next : &list->first) = request;
-	list->last = request;
-}
-
-void list_remove(struct request_list *list, struct request *request)
-{
-	*(request->prev ? &request->prev->next : &list->first) = request->next;
-	*(request->next ? &request->next->prev : &list->last) = request->prev;
-}
-
 static struct request *slot_of(const struct aio *aio, uint64_t slot)
 {
 	return &aio->chunks[slot / AIO_CHUNK_SLOTS][slot % AIO_CHUNK_SLOTS];

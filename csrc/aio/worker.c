@@ -8,14 +8,6 @@
  * and length are all aligned goes through the O_DIRECT descriptor, any other through the page
  * cache. That is the only rule; a file without direct I/O has alignment 1 and no second descriptor.
  *
- * Order: two levels, and in each a queue of reads and one of writes, first in first out. What
- * somebody waits for (urgent) goes before what nobody waits for: a demand read before those read
- * ahead, and before writes. Within a level, whichever of reads and writes holds fewer of the
- * blocks goes next (the other kind than last time, when they hold as many), so that with both under
- * way each has half of the drive's queue: writes cannot starve reads, and a drive that can do both
- * at once does. A request that becomes urgent when part of it is under way goes on in its new
- * place.
- *
  * Every result is read. Less than asked continues where it stopped, a direct block at the last
  * aligned offset below; two attempts in a row that gain nothing are an error. EAGAIN and EINTR
  * start the block again, at once at first, then after a pause, and at last they are an error.
@@ -43,49 +35,6 @@
 static uint64_t min_u64(uint64_t a, uint64_t b)
 {
 	return a < b ? a : b;
-}
-
-void path_wake(struct path *path)
-{
-	if (!path->asleep || path->woken)
-		return;
-	path->woken = true;
-	path->backend->ops->wake(path->backend);
-}
-
-void path_queue(struct path *path, struct request *request)
-{
-	list_append(&path->queues[request->urgent][request->op], request);
-	request->queued = true;
-	path_wake(path);
-}
-
-void path_dequeue(struct path *path, struct request *request)
-{
-	list_remove(&path->queues[request->urgent][request->op], request);
-	request->queued = false;
-}
-
-static bool is_reads_turn(const struct path *path)
-{
-	if (path->used_blocks[AIO_READ] == path->used_blocks[AIO_WRITE])
-		return path->last_op == AIO_WRITE;
-	return path->used_blocks[AIO_READ] < path->used_blocks[AIO_WRITE];
-}
-
-/* The request whose turn it is, or NULL. */
-static struct request *next_request(const struct path *path)
-{
-	for (int urgent = 1; urgent >= 0; urgent--) {
-		struct request *read = path->queues[urgent][AIO_READ].first;
-		struct request *write = path->queues[urgent][AIO_WRITE].first;
-
-		if (read && (!write || is_reads_turn(path)))
-			return read;
-		if (write)
-			return write;
-	}
-	return NULL;
 }
 
 static struct piece next_piece(const struct path *path, const struct request *request)
@@ -322,7 +271,7 @@ static uint64_t fill(struct path *path)
 		return next_ns;
 	if (path->again)
 		next_ns = fill_again(path);
-	while (path->free_blocks && (request = next_request(path)))
+	while (path->free_blocks && (request = path_next(path)))
 		start_block(path, carve(path, request));
 	return next_ns;
 }
@@ -353,33 +302,6 @@ static void run_commands(struct path *path)
 		command->done = true;
 		pthread_cond_broadcast(&path->answered);
 	}
-}
-
-int path_command(struct path *path, struct command *command)
-{
-	struct command **last = &path->commands;
-
-	if (path->exited || path->broken)
-		return -ESHUTDOWN;
-	while (*last)
-		last = &(*last)->next;
-	*last = command;
-	path_wake(path);
-	while (!command->done)
-		pthread_cond_wait(&path->answered, &path->aio->lock);
-	return command->result;
-}
-
-static void answer_commands(struct path *path)
-{
-	while (path->commands) {
-		struct command *command = path->commands;
-
-		path->commands = command->next;
-		command->result = -ESHUTDOWN;
-		command->done = true;
-	}
-	pthread_cond_broadcast(&path->answered);
 }
 
 /* Slots of the registered table: two a file, but no more than the process may have open. */
@@ -444,7 +366,7 @@ static void fail_queued(struct path *path)
 		block = next;
 	}
 	path->again = NULL;
-	while ((request = next_request(path))) {
+	while ((request = path_next(path))) {
 		path_dequeue(path, request);
 		request->error = path->broken;
 		request->error_offset = request->offset + request->carved_bytes;
@@ -547,8 +469,8 @@ static void turn(struct path *path)
 /* Without a backend there is nothing to sleep in but a condition. */
 static void idle_broken(struct path *path)
 {
-	answer_commands(path);
-	while (!path->stop && !next_request(path))
+	path_refuse_commands(path);
+	while (!path->stop && !path_next(path))
 		clock_cond_wait(&path->answered, &path->aio->lock, clock_deadline_ns(10000));
 }
 
@@ -574,7 +496,7 @@ static void *worker(void *argument)
 		backend->ops->destroy(backend, GRACE_US);
 	pthread_mutex_lock(&aio->lock);
 	path->exited = true;
-	answer_commands(path);
+	path_refuse_commands(path);
 	pthread_mutex_unlock(&aio->lock);
 	return NULL;
 }

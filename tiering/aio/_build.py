@@ -18,7 +18,18 @@ from cffi import FFI
 
 NO_URING_SWITCH = "ZERO_INFINITY_NO_URING"
 HEADERS = ("aio", "backend", "clock", "engine", "split")
-SOURCES = ("engine", "requests", "worker", "file", "uring", "threads", "faulty", "memory", "split")
+SOURCES = (
+    "engine",
+    "inbox",
+    "requests",
+    "worker",
+    "file",
+    "uring",
+    "threads",
+    "faulty",
+    "memory",
+    "split",
+)
 FLAGS = ["-std=c11", "-O2", "-g", "-Wall", "-Wextra", "-fvisibility=hidden", "-pthread"]
 # Commands that only describe the project and need no compiler.
 DESCRIBING = frozenset({"egg_info", "dist_info", "sdist", "clean", "--version", "--name"})
