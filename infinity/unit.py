@@ -228,6 +228,7 @@ class Unit:
     def _own_shard(self) -> tuple[torch.Tensor, Lease | None, Hop | None]:
         """This rank's shard on the device, and what it comes from if it was not made there."""
         if self._updated is not None:
+            self.order.follow(self._updated)
             return self._updated, None, None
         lease = self._pager.lease(self.records.shard.key, Access.READ)
         try:
@@ -306,7 +307,7 @@ class Unit:
     @property
     def holds_arena(self) -> bool:
         """Whether a release would make arena room."""
-        return self._lease is not None
+        return self._lease is not None and self._lease.is_in_arena
 
     # -- changes by the user
 

@@ -188,6 +188,11 @@ class Lease:
         """Of the record."""
         return self._entry.spec.key
 
+    @property
+    def is_in_arena(self) -> bool:
+        """Whether its end would make room there."""
+        return isinstance(self._slot, Slot)
+
     def whole(self) -> torch.Tensor:
         """All tensors of the record as one, uint8, of which `RecordSpec.views` makes them again."""
         return self._open_slot().tensors(self._entry.spec.as_bytes)["bytes"]
