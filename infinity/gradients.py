@@ -317,12 +317,11 @@ class UnitGradients:
     def finish(self) -> None:
         """Add the sum under way, if there is one, to the record."""
         if self._sum is not None:
-            self._reduction.agreement.guarded(self._add_sum)
+            self._add(self._reduction.agreement.guarded(self._sum))
 
     @torch.no_grad()
-    def _add_sum(self) -> None:
-        assert self._sum is not None
-        mean, device = self._sum(), self._reduction.device
+    def _add(self, mean: torch.Tensor) -> None:
+        device = self._reduction.device
         self.unit.order.follow(mean)
         lease = self._pager.lease(self.unit.records.gradient.key, _access(self._is_fresh))
         try:
