@@ -14,6 +14,7 @@ other ranks, `lr_schedules` and `data` what training needs beside them, `phases`
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -123,13 +124,12 @@ def initialize(  # noqa: PLR0913 - the arguments people already pass
         else:
             groups = _from_config(checked.optimizer or Optimizer(), model, model_parameters)
         _check_scheduler(lr_scheduler, optimizer)
-    engine = InfinityEngine(model, checked, groups, comm=comm, faults=faults)
-    try:
-        engine.lr_scheduler = _steering(lr_scheduler, checked, engine.optimizer)
-        engine.training_dataloader = _loader(training_data, collate_fn, checked, engine)
-    except BaseException:
-        engine.abandon()
-        raise
+        loader = _loader(training_data, collate_fn, checked, comm)
+    steer = functools.partial(_scheduler, lr_scheduler, checked)
+    engine = InfinityEngine(model, checked, groups, comm=comm, steer=steer, faults=faults)
+    engine.training_dataloader = loader
+    if isinstance(lr_scheduler, Scheduler):
+        lr_scheduler.optimizer = engine.optimizer
     return Initialized(engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler)
 
 
@@ -151,15 +151,15 @@ def _loader(
     dataset: Dataset[Any] | None,
     collate_fn: Callable[[list[Any]], Any] | None,
     config: Config,
-    engine: InfinityEngine,
+    comm: Communicator,
 ) -> TrainingLoader[Any] | None:
     if dataset is None:
         return None
     return training_loader(
         dataset,
-        micro_batch=engine.train_micro_batch_size_per_gpu(),
-        rank=engine.global_rank,
-        world_size=engine.world_size,
+        micro_batch=config.batch(world_size=comm.size).micro,
+        rank=comm.rank,
+        world_size=comm.size,
         collate_fn=collate_fn,
         drop_last=config.dataloader_drop_last,
     )
@@ -179,14 +179,13 @@ def _check_scheduler(scheduler: object, optimizer: torch.optim.Optimizer | None)
         raise ConfigError(f"lr_scheduler must be one of torch's or a function, got {scheduler!r}")
 
 
-def _steering(
+def _scheduler(
     scheduler: Scheduler | Callable[[PagedAdam], Scheduler] | None,
     config: Config,
     optimizer: PagedAdam,
 ) -> Scheduler | None:
-    """The user's scheduler, or the config's, steering this optimizer."""
+    """The user's scheduler, or one that steers this optimizer."""
     if isinstance(scheduler, Scheduler):
-        scheduler.optimizer = optimizer
         return scheduler
     if scheduler is not None:
         return scheduler(optimizer)

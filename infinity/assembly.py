@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from infinity.access import States
 from infinity.agreement import Agreement
@@ -94,6 +95,10 @@ class Storage(NamedTuple):
         return [record for records, homes in units for record in records.homes(homes)]
 
 
+Steer: TypeAlias = Callable[[PagedAdam], LRScheduler | None]
+"""Makes the scheduler of an optimizer, if there is one."""
+
+
 @dataclass(frozen=True)
 class Parts:
     """Everything an engine consists of."""
@@ -112,6 +117,7 @@ class Parts:
     schedule: Schedule
     hooks: Hooks
     optimizer: PagedAdam
+    lr_scheduler: LRScheduler | None
     states: States
     units: tuple[Unit, ...]
     kept: frozenset[str]
@@ -133,6 +139,7 @@ def assemble(  # noqa: PLR0913
     closing: ExitStack,
     *,
     comm: Communicator,
+    steer: Steer,
     faults: Faults | None,
 ) -> Parts:
     """Build an engine's parts and move the model's weights into them; all ranks together.
@@ -143,6 +150,7 @@ def assemble(  # noqa: PLR0913
         optimizer: its groups.
         closing: receives what must be done to take everything down.
         comm: the ranks; opened here.
+        steer: makes the optimizer's scheduler, before the model is changed.
         faults: for tests.
 
     Raises:
@@ -163,14 +171,17 @@ def assemble(  # noqa: PLR0913
         claims = drive_claims(_needed_bytes(storage))
     _require_space(storage, claims, comm)
     with comm.agree():
-        parts = _build(model, config, optimizer, outline, closing, storage=storage, comm=comm)
+        parts = _build(
+            model, config, optimizer, outline, closing, storage=storage, comm=comm, steer=steer
+        )
     comm.agree_on(_trained(parts))
     if comm.size > 1:
         for tensor in (*model.parameters(), *model.buffers()):
             _equalize(tensor, outline.device, comm)
     with comm.agree():
         _store_values(parts)
-    _take_over(model, outline, parts)
+        buffers = [buffer.to(parts.device) for buffer in model.buffers()]
+    _take_over(model, outline, parts, buffers)
     return parts
 
 
@@ -218,6 +229,7 @@ def _build(  # noqa: PLR0913
     *,
     storage: Storage,
     comm: Communicator,
+    steer: Steer,
 ) -> Parts:
     """All parts, and the empty records; the model is as it was."""
     device, plan = outline.device, outline.plan
@@ -283,8 +295,8 @@ def _build(  # noqa: PLR0913
         comm=comm,
         agreement=agreement,
         phases=phases,
+        release=schedule.release_all,  # whoever calls for the step
     )
-    adam.register_step_pre_hook(lambda *_: schedule.release_all())  # whoever calls for the step
     records = storage.contents()
     for spec, home in records:
         store.create(spec, home.tier, drive=home.drive)
@@ -314,6 +326,7 @@ def _build(  # noqa: PLR0913
         schedule=schedule,
         hooks=hooks,
         optimizer=adam,
+        lr_scheduler=steer(adam),
         states=States(gradients, schedule, pager, comm=comm, agreement=agreement),
         units=tuple(units),
         kept=frozenset(kept),
@@ -348,12 +361,21 @@ def _store_values(parts: Parts) -> None:
     parts.store.flush()
 
 
-def _take_over(model: nn.Module, outline: Outline, parts: Parts) -> None:
-    """Release the parameters, and have the schedule called where the model uses them."""
+def _take_over(
+    model: nn.Module, outline: Outline, parts: Parts, buffers: Sequence[torch.Tensor]
+) -> None:
+    """Release the parameters, and have the schedule called where the model uses them.
+
+    Args:
+        model: from here on the engine's; nothing here may fail.
+        outline: of it.
+        parts: that it needs.
+        buffers: the model's, on the device.
+    """
     for unit in parts.units:
         unit.forsake()
-    for buffer in model.buffers():
-        buffer.data = buffer.to(parts.device)
+    for buffer, moved in zip(model.buffers(), buffers, strict=True):
+        buffer.data = moved
     units = dict(zip(outline.groups, parts.units, strict=True))
     for scope in outline.scopes:
         parts.hooks.attach(scope.module, [units[group] for group in scope.groups])

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 
 from infinity.access import Field
 from infinity.agreement import Place
-from infinity.assembly import OptimizerGroups, Parts, assemble
+from infinity.assembly import OptimizerGroups, Parts, Steer, assemble
 from infinity.comm import Communicator
 from infinity.config import Batch, Config
 from infinity.data import TrainingLoader
@@ -52,16 +52,18 @@ class InfinityEngine:
         config: checked already.
         optimizer: parameter groups and what they leave out.
         comm: the ranks, each of which makes an engine like this one.
+        steer: makes the optimizer's scheduler.
         faults: for tests: what goes wrong in the I/O below.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         model: nn.Module,
         config: Config,
         optimizer: OptimizerGroups,
         *,
         comm: Communicator,
+        steer: Steer,
         faults: Faults | None = None,
     ) -> None:
         self.module = model
@@ -86,12 +88,14 @@ class InfinityEngine:
         closing = ExitStack()
         try:
             self._parts: Parts = assemble(
-                model, config, optimizer, closing, comm=comm, faults=faults
+                model, config, optimizer, closing, comm=comm, steer=steer, faults=faults
             )
         except BaseException:
             closing.close()
             raise
-        self._parts.schedule.complete_by(_weakly(self._update_early))
+        self._parts.schedule.tell(
+            complete=_weakly(self._update_early), failed=self._parts.optimizer.backward_failed
+        )
         self._finalizer = weakref.finalize(self, _close_in_parent, self._pid, closing)
         os.register_at_fork(after_in_child=_forsaking(self._parts.schedule))
         self._initial = self._volumes()
@@ -100,8 +104,8 @@ class InfinityEngine:
         self._has_begun = False
         self._callbacks: list[StepCallback] = []
         self._reporter = Reporter(config, rank=comm.rank)
-        self.lr_scheduler: LRScheduler | None = None
-        """Stepped after each update; set by `infinity.initialize`."""
+        self.lr_scheduler: LRScheduler | None = self._parts.lr_scheduler
+        """Stepped after each update."""
         self.training_dataloader: TrainingLoader[Any] | None = None
         """Of the ``training_data`` given to `infinity.initialize`."""
 
@@ -225,6 +229,8 @@ class InfinityEngine:
 
     def _count_plain_backward(self) -> None:
         """A ``loss.backward()`` of the user's since the last call counts as a micro-batch."""
+        self._parts.schedule.end_failed_backward()
+        self.optimizer.refuse_if_torn()
         if not self._parts.schedule.backward_ran:
             return
         self._parts.schedule.backward_ran = False
@@ -264,12 +270,11 @@ class InfinityEngine:
             self._count_plain_backward()
             if self.world_size > 1 and not self._awaits_step:
                 self._count_backward()  # of nothing: the others may have samples left
-            if self._micro_steps == 0:
+            if not self._awaits_step:
                 raise RuntimeError("engine.step() without engine.backward(loss) before it")
-            is_boundary = self.is_gradient_accumulation_boundary()
             self._was_applied = False
-            self._awaits_step = False
-            if not is_boundary:
+            if not self.is_gradient_accumulation_boundary():
+                self._awaits_step = False
                 return
             self._warn_of_unmanaged()
             try:
@@ -288,6 +293,7 @@ class InfinityEngine:
             self._tell()
 
     def _end_cycle(self) -> None:
+        self._awaits_step = False
         self._micro_steps = 0
         self.global_steps += 1
         self._parts.pager.end(self._cycle)

@@ -114,6 +114,7 @@ class PagedAdam(torch.optim.Optimizer):
         comm: the ranks that step together.
         agreement: where they meet.
         phases: are told when updates are made.
+        release: makes the model let go of all weights, changed ones kept.
     """
 
     def __init__(  # noqa: PLR0913
@@ -129,6 +130,7 @@ class PagedAdam(torch.optim.Optimizer):
         comm: Communicator,
         agreement: Agreement,
         phases: Phases,
+        release: Callable[[], None],
     ) -> None:
         self._managed = {p for g in gradients for p in g.unit.parameters}
         super().__init__([dict(group) for group in groups], defaults)
@@ -145,6 +147,7 @@ class PagedAdam(torch.optim.Optimizer):
         self._comm = comm
         self._agreement = agreement
         self._phases = phases
+        self._release = release
         self._skipped_in_a_row = 0
         self._steps: dict[nn.Parameter, int] = {}
         self._pid = os.getpid()
@@ -174,6 +177,7 @@ class PagedAdam(torch.optim.Optimizer):
             raise ValueError(
                 "a closure is not supported; call engine(...), engine.backward(...), engine.step()"
             )
+        self._release()  # what the user's hooks have looked at, too
         self._agreement.meet(Place.STEP)
         with self._phases.of("reduce"):
             active = self._arrived_anywhere()
@@ -219,11 +223,12 @@ class PagedAdam(torch.optim.Optimizer):
             self.torn = self.torn or f"an update under backward was interrupted by {error!r}"
             raise
 
-    def backward_failed(self, error: BaseException) -> None:
+    def backward_failed(self, error: BaseException | None = None) -> None:
         """A backward pass ended with an exception; what was updated under it cannot be undone."""
         if self._made_early:
+            by = "" if error is None else f" by {error!r}"
             self.torn = self.torn or (
-                f"backward was interrupted by {error!r} when a part of the model was updated"
+                f"backward was interrupted{by} when a part of the model was updated"
             )
 
     def _end_early(self, settings: Settings) -> None:
@@ -309,9 +314,8 @@ class PagedAdam(torch.optim.Optimizer):
     def state_dict(self) -> NoReturn:
         """Refuse: the state is paged."""
         raise RuntimeError(
-            "the optimizer's state is paged out and is no dictionary in memory; the weights are "
-            "engine.module.state_dict(), and engine.flush() puts the state's newest values into "
-            "the record files"
+            "the optimizer's state is paged out and is no dictionary in memory; "
+            "engine.get_state(parameter, field) copies a parameter's, and set_state puts it back"
         )
 
     def load_state_dict(self, state_dict: Any) -> NoReturn:  # noqa: ANN401

@@ -85,7 +85,7 @@ def outline_of(model: nn.Module, config: Config, comm: Communicator) -> Outline:
     layouts = [FlatLayout.of([p.numel() for p in g.parameters], world_size=parts) for g in groups]
     usual = _types(config, model, device, comm)
     types = [_FP32 if group.keeps_fp32 else usual for group in groups]
-    early = _early(config, groups, layouts, comm)
+    early = _early(config, groups, layouts, usual.storage, comm)
     near = device.type == "cpu" or zero.offload_optimizer.device == "none"
     whole_gradients = zero.stage < _GRADIENTS and comm.size > 1 and near
     elements = [ElementBytes(t.storage.itemsize, t.gradient.itemsize) for t in types]
@@ -250,11 +250,20 @@ def _compute_dtype(config: Config, storage: torch.dtype, device: torch.device) -
 
 
 def _early(
-    config: Config, groups: Sequence[Group], layouts: Sequence[FlatLayout], comm: Communicator
+    config: Config,
+    groups: Sequence[Group],
+    layouts: Sequence[FlatLayout],
+    storage: torch.dtype,
+    comm: Communicator,
 ) -> Sequence[bool]:
     """Which groups are updated under backward."""
     if not config.tiering.update_in_backward:
         return [False] * len(groups)
+    if storage is torch.float16:
+        raise ConfigError(
+            "the model's weights are fp16, whose loss scale may refuse a step, which is known when "
+            "all gradients are; so tiering.update_in_backward must be false, or the weights bf16"
+        )
     if comm.size > 1:
         raise ConfigError(
             f"tiering.update_in_backward is for one rank, and there are {comm.size}: a unit's "

@@ -39,7 +39,7 @@ class Schedule:
 
     def __init__(self, pager: Prefetcher, phases: Phases) -> None:
         self.backward_ran = False
-        """Whether a backward pass has begun since this was last cleared."""
+        """Whether a backward pass has brought a gradient since this was last cleared."""
         self._pager = pager
         self._phases = phases
         self._gradients: Mapping[Unit, UnitGradients] = {}
@@ -52,10 +52,13 @@ class Schedule:
         self._at: dict[int, Unit] = {}  # the same, the other way round
         self._told_of_gradients = False
         self._complete: Callable[[UnitGradients], None] = lambda _gradients: None
+        self._failed: Callable[[], None] = lambda: None
 
-    def complete_by(self, complete: Callable[[UnitGradients], None]) -> None:
-        """Call this when a unit has got all its gradients of a backward pass."""
-        self._complete = complete
+    def tell(
+        self, *, complete: Callable[[UnitGradients], None], failed: Callable[[], None]
+    ) -> None:
+        """Call these when a unit has got all its gradients, and when a backward pass has failed."""
+        self._complete, self._failed = complete, failed
 
     def manage(self, units: Iterable[Unit], gradients: Mapping[Unit, UnitGradients]) -> None:
         """Take charge of these units."""
@@ -66,8 +69,7 @@ class Schedule:
 
     def reset(self) -> None:
         """Clean up what an interrupted pass has left, and release every unit that need not stay."""
-        if self._in_backward:
-            self.end_backward()
+        self.end_failed_backward()
         self._in_forward = self._copying = 0
         self._active.clear()
         self.release_idle()
@@ -129,6 +131,7 @@ class Schedule:
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             return
+        self.backward_ran = True
         gradients = self._gradients[unit]
         with self._phases.of("reduce", unit.names[0]):
             gradients.deposit(index, gradient)
@@ -142,12 +145,18 @@ class Schedule:
 
     def _begin_backward(self) -> None:
         """Called by whatever notices first that backward is running."""
-        self.backward_ran = True
         if not self._in_backward:
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(  # noqa: SLF001
                 self.end_backward
             )
+
+    def end_failed_backward(self) -> None:
+        """End a backward pass that has not ended by itself, if there is one: an exception did."""
+        if self._in_backward:
+            self.end_backward()
+            self.backward_ran = False
+            self._failed()
 
     def end_backward(self) -> None:
         """Backward has ended."""
@@ -202,8 +211,10 @@ class Schedule:
         self._copying += 1
 
     def end_copy(self) -> None:
-        """The other half of `begin_copy`; pairs nest."""
+        """The other half of `begin_copy`; pairs nest. What is present now would not be guarded."""
         self._copying -= 1
+        if not (self._copying or self._in_forward or self._in_backward):
+            self.release_idle()
 
     def asked_for_gradient(self, parameter: nn.Parameter) -> None:
         """Somebody looks at a managed parameter's ``grad``, which is None: say why, once."""

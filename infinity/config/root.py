@@ -188,13 +188,13 @@ def _steps(config: Config) -> Iterator[Disagreement]:
         )
     skips = {
         "fp16.enabled": config.fp16.enabled is True,
-        "tiering.nonfinite_gradients": config.tiering.nonfinite_gradients == "skip",
+        "tiering.nonfinite_gradients": config.tiering.nonfinite_gradients in ("skip", "raise"),
         "bf16.check_grad_overflow": config.nonfinite_gradients == "skip"
         and config.tiering.nonfinite_gradients == "auto",
     }
     for key in (key for key, is_on in skips.items() if is_on):
         yield Disagreement(
             (key, early),
-            f"{key} may skip a step, which is known when all gradients are; so {early} must be "
+            f"{key} may refuse a step, which is known when all gradients are; so {early} must be "
             "false",
         )

@@ -26,6 +26,7 @@ from tests.infinity.conftest import (
     Reference,
     Weights,
     assert_close,
+    assert_equal,
     base_batches,
     base_loss,
     base_model,
@@ -324,3 +325,91 @@ def test_a_key_that_stands_twice_in_a_file_is_refused(tmp_path: Path) -> None:
     file.write_text('{"train_batch_size": 1, "train_batch_size": 2}')
     with pytest.raises(ConfigError, match="'train_batch_size' stands there more than once"):
         infinity.load_config(file)
+
+
+# -- what counts as a backward
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_gradients_of_inputs_are_no_backward(accumulation: int, tmp_path: Path) -> None:
+    """As an attack or a penalty asks autograd for: no micro-batch of the step."""
+    config = config_for(tmp_path, gradient_accumulation_steps=accumulation)
+    engine, *_ = infinity.initialize(model=base_model(), config=config)
+    with engine:
+        embedded: list[torch.Tensor] = []
+        handle = engine.module[0].register_forward_hook(lambda *seen: embedded.append(seen[2]))
+        torch.autograd.grad(base_loss(engine, base_batches()[0]), embedded)
+        handle.remove()
+        with pytest.raises(RuntimeError, match="without engine"):
+            engine.step()
+        cycle(engine)
+        assert engine.micro_steps == 1
+        assert engine.was_step_applied() == (accumulation == 1)
+
+
+def test_each_step_needs_a_backward_since_the_last(tmp_path: Path) -> None:
+    """Else a step would be made of half of its micro-batches."""
+    config = config_for(tmp_path, gradient_accumulation_steps=2)
+    engine, *_ = infinity.initialize(model=base_model(), config=config)
+    with engine:
+        cycle(engine, 0)
+        with pytest.raises(RuntimeError, match="without engine"):
+            engine.step()
+        cycle(engine, 1)
+        assert engine.was_step_applied()
+
+
+def test_a_step_that_was_interrupted_before_its_decision_can_be_made_again(tmp_path: Path) -> None:
+    """By Ctrl-C in a hook of the user's, say."""
+    config = config_for(tmp_path, gradient_accumulation_steps=2)
+    engine, *_ = infinity.initialize(model=base_model(), config=config)
+    interrupts = [KeyboardInterrupt]
+
+    def interrupt(*_: object) -> None:
+        if interrupts:
+            raise interrupts.pop()
+
+    engine.optimizer.register_step_pre_hook(interrupt)
+    with engine:
+        cycle(engine, 0)
+        with pytest.raises(KeyboardInterrupt):
+            cycle(engine, 1)
+        engine.step()
+        assert engine.was_step_applied()
+
+
+def test_hooks_before_a_step_may_look_at_weights(tmp_path: Path) -> None:
+    """As those that log norms do."""
+    norms = []
+    engine, *_ = infinity.initialize(model=base_model(), config=config_for(tmp_path))
+    engine.optimizer.register_step_pre_hook(
+        lambda *_: norms.append([float(p.detach().norm()) for p in engine.parameters()])
+    )
+    with engine:
+        for number in range(3):
+            cycle(engine, number)
+    assert norms[0] != norms[1] != norms[2]
+
+
+# -- what is refused when an engine is made
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"training_data": TensorDataset(torch.zeros(3))},
+        {"lr_scheduler": lambda _: 1 / 0},
+        {"lr_scheduler": torch.optim.lr_scheduler.StepLR},
+    ],
+    ids=["a loader without a batch size", "a schedule that fails", "a schedule without a size"],
+)
+def test_a_refusal_leaves_the_model_as_it_was(wrong: dict[str, Any], tmp_path: Path) -> None:
+    """It can be given again, rightly."""
+    config = config_for(tmp_path)
+    del config["train_micro_batch_size_per_gpu"]
+    model, expected = base_model(), base_model().state_dict()
+    with pytest.raises((ConfigError, TypeError, ZeroDivisionError)):
+        infinity.initialize(model=model, config=config, **wrong)
+    assert_equal(model.state_dict(), expected)
+    engine, *_ = infinity.initialize(model=model, config=config)
+    engine.close()

@@ -273,6 +273,20 @@ def test_weights_scaled_in_place_after_every_step_equal_plain_torch(
         assert_close(engine.module.state_dict(), reference.model.state_dict())
 
 
+def test_a_change_after_a_copy_of_all_weights_is_kept(engine: infinity.InfinityEngine) -> None:
+    """The last of them could still be there, and looked at by nobody."""
+    before = engine.module.state_dict()
+    for parameter in engine.parameters():
+        parameter.data.mul_(0.5)
+    after = engine.module.state_dict()
+    assert_close(after, {name: tensor * 0.5 for name, tensor in before.items()})
+    last = list(engine.parameters())[-1]
+    engine.module.state_dict()
+    last.data.mul_(0.5)
+    engine.flush()
+    assert torch.equal(engine.get_state(last, "master"), after["4.bias"] * 0.5)
+
+
 def test_operations_over_present_and_released_parameters(engine: infinity.InfinityEngine) -> None:
     """One of two operands was fetched before: both are there in the end."""
     first, last = engine.module[0].weight, engine.module[4].weight

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,22 @@ def test_half_of_the_model_is_updated_when_backward_ends(tmp_path: Path) -> None
         assert engine.optimizer.is_due
 
 
-def test_clipping_is_refused_with_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"gradient_clipping is 1\.0.*update_in_backward"):
-        infinity.initialize(model=base_model(), config=early(tmp_path, gradient_clipping=1.0))
+@pytest.mark.parametrize(
+    ("extra", "reason"),
+    [
+        ({"gradient_clipping": 1.0}, r"gradient_clipping is 1\.0"),
+        ({"fp16": {"enabled": True}}, "fp16.enabled may refuse a step"),
+        ({"fp16": {"enabled": "auto"}}, "the model's weights are fp16"),
+        ({"tiering": {"nonfinite_gradients": "skip"}}, "nonfinite_gradients may refuse a step"),
+        ({"tiering": {"nonfinite_gradients": "raise"}}, "nonfinite_gradients may refuse a step"),
+    ],
+)
+def test_what_needs_all_gradients_first_is_refused_with_it(
+    extra: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    """Half of the model would have been updated by then."""
+    with pytest.raises(ConfigError, match=f"{reason}(?s:.*)update_in_backward"):
+        infinity.initialize(model=base_model().half(), config=early(tmp_path, **extra))
 
 
 def test_gradients_that_were_used_cannot_be_forgotten(tmp_path: Path) -> None:
@@ -107,6 +121,23 @@ def test_a_second_backward_before_the_step_is_refused(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match="was updated under backward already"):
             engine.backward(base_loss(engine, base_batches()[1]))
         with pytest.raises(EngineClosedError, match="backward was interrupted"):
+            engine.step()
+
+
+@pytest.mark.parametrize("look", ["step", "zero_grad", "flush", "forward"])
+def test_a_backward_of_ones_own_that_fails_half_way_ends_the_training(
+    look: str, tmp_path: Path
+) -> None:
+    """The engine learns of it by the next call, whichever that is."""
+    engine, *_ = infinity.initialize(model=base_model(), config=early(tmp_path))
+    with engine:
+        loss = base_loss(engine, base_batches()[0])
+        engine.module[0].weight.register_hook(_fail)
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        with suppress(RuntimeError, EngineClosedError):
+            engine(base_batches()[0][0]) if look == "forward" else getattr(engine, look)()
+        with pytest.raises(EngineClosedError, match="backward was interrupted when a part"):
             engine.step()
 
 
