@@ -65,22 +65,23 @@ class Hooks:
         self._schedule = schedule
         self._saves_on_host = saves_on_host
         self._handles: list[Any] = []
+        self._packing_now: list[AbstractContextManager[Any]] = []  # of the calls under way
+        schedule.unwind_by(self.unwind)
 
     def attach(self, module: nn.Module, units: Sequence[Unit]) -> None:
         """Have the units present in the module's forward, and released behind its backward."""
-        packing: list[AbstractContextManager[Any]] = []  # of the calls under way
 
         # A compiler would trace into them; what they do is not part of the model's arithmetic.
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def before(_module: nn.Module, _args: Any) -> None:  # noqa: ANN401
-            packing.append(self._packing())
-            packing[-1].__enter__()
+            self._packing_now.append(self._packing())
+            self._packing_now[-1].__enter__()
             self._schedule.enter(units)
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def after(_module: nn.Module, _args: Any, output: Any) -> None:  # noqa: ANN401
-            if packing:
-                packing.pop().__exit__(None, None, None)
+            if self._packing_now:
+                self._packing_now.pop().__exit__(None, None, None)
             self._schedule.leave(units)
             outputs = [t for t in tensors_in(output) if t.grad_fn is not None]
             if outputs:
@@ -131,8 +132,14 @@ class Hooks:
         needed = torch.is_grad_enabled() and not _PACKED_BY(True)  # noqa: FBT003
         return self.saving() if needed else nullcontext()
 
+    def unwind(self) -> None:
+        """End the calls that an interrupt has ended: torch has told nobody."""
+        while self._packing_now:
+            self._packing_now.pop().__exit__(None, None, None)
+
     def remove(self) -> None:
         """Detach everything."""
+        self.unwind()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

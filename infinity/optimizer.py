@@ -66,6 +66,14 @@ from tiering.trace import Access
 Settings: TypeAlias = Mapping[nn.Parameter, AdamSettings]
 
 
+class Early(NamedTuple):
+    """An update that was made under backward."""
+
+    settings: Settings
+    changes: int
+    """Of the unit, when it had been made."""
+
+
 class Run(NamedTuple):
     """Neighbouring elements of a tile that are updated alike."""
 
@@ -152,7 +160,7 @@ class PagedAdam(torch.optim.Optimizer):
         self._steps: dict[nn.Parameter, int] = {}
         self._pid = os.getpid()
         self._due: dict[Unit, Decision] = {}  # decided and not made yet
-        self._made_early: dict[UnitGradients, Settings] = {}  # in this cycle
+        self._made_early: dict[UnitGradients, Early] = {}  # in this cycle
         self._scratch: torch.Tensor | None = None
         self._order = device.order()  # of work on it
         self.torn = ""
@@ -214,11 +222,12 @@ class PagedAdam(torch.optim.Optimizer):
         self.refuse_if_torn()
         settings = self._settings()
         gradients.is_spent = True
-        self._made_early[gradients] = settings
+        self._made_early[gradients] = Early(settings, unit.changes)
         try:
             with torch.inference_mode(mode=False):
                 self._decide(gradients, settings, 1.0)
                 unit.settle()
+            self._made_early[gradients] = Early(settings, unit.changes)
         except BaseException as error:
             self.torn = self.torn or f"an update under backward was interrupted by {error!r}"
             raise
@@ -234,12 +243,18 @@ class PagedAdam(torch.optim.Optimizer):
     def _end_early(self, settings: Settings) -> None:
         """The step has come for what was updated before it."""
         made, self._made_early = self._made_early, {}
-        for gradients, used in made.items():
+        for gradients, early in made.items():
             gradients.is_spent = False
-            if any(used.get(p) != settings.get(p) for p in gradients.unit.parameters):
+            unit = gradients.unit
+            if any(early.settings.get(p) != settings.get(p) for p in unit.parameters):
                 self.torn = (
                     "the optimizer's settings were changed after backward, when the unit of "
-                    f"{gradients.unit.names[0]!r} had been updated by the old ones"
+                    f"{unit.names[0]!r} had been updated by the old ones"
+                )
+            elif unit.changes != early.changes:
+                self.torn = (
+                    "weights were changed after backward, when the unit of "
+                    f"{unit.names[0]!r} had been updated from the old ones"
                 )
         if self.torn:
             raise RuntimeError(
@@ -271,6 +286,10 @@ class PagedAdam(torch.optim.Optimizer):
             ConfigError: one is not the model's, or was frozen when the engine was made.
         """
         super().add_param_group(param_group)
+        wrong = _wrong_setting(self.param_groups[-1])
+        if wrong:
+            self.param_groups.pop()
+            raise ConfigError(f"a group of parameters has {wrong}")
         strangers = [p for p in self.param_groups[-1]["params"] if p not in self._managed]
         if strangers:
             self.param_groups.pop()
@@ -566,6 +585,28 @@ class PagedAdam(torch.optim.Optimizer):
         self._order.follow(self._scratch)
         wide = self._scratch[:numel].copy_(gradient)
         return wide.mul_(scale) if scale != 1.0 else wide
+
+
+def _wrong_setting(group: Mapping[str, Any]) -> str:
+    """What of a group's settings cannot be honoured, and what could; empty if all can."""
+    for switch in ("amsgrad", "maximize"):
+        if group.get(switch):
+            return f"{switch}=True, which is not supported; leave it out"
+    for key in ("lr", "eps", "weight_decay"):
+        if not 0 <= _number(group[key]) < math.inf:
+            return f"{key} {group[key]!r}, which must be a number from 0"
+    beta1, beta2 = (*group["betas"], None, None)[:2]
+    if not (0 <= _number(beta1) < 1 and 0 <= _number(beta2) < 1):
+        return f"betas {group['betas']!r}, which must be two numbers from 0, below 1"
+    return ""
+
+
+def _number(value: Any) -> float:  # noqa: ANN401 - whatever a user has put there
+    """As torch's optimizers take it: a tensor of one element is one too."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return math.nan
 
 
 # A scheduler made for another optimizer may be pointed at this one without a warning.

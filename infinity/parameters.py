@@ -178,12 +178,18 @@ class Stubs:
         if cell is None:
             cell = torch.full((1,), torch.nan, dtype=torch.float32, device=self._device).to(dtype)
             self._cells[dtype] = cell
-        parameter.data = cell.as_strided(parameter.shape, (0,) * parameter.ndim)
         parameter.__class__ = self._class
+        _set_data(parameter, cell.as_strided(parameter.shape, (0,) * parameter.ndim))
         increment_version(parameter)
 
     @staticmethod
     def restore(parameter: nn.Parameter, view: torch.Tensor) -> None:
         """Give the parameter this memory, of its shape."""
+        _set_data(parameter, view)
         parameter.__class__ = nn.Parameter
-        parameter.data = view
+
+
+def _set_data(parameter: nn.Parameter, data: torch.Tensor) -> None:
+    """While it is a released one, so that nobody ever finds an ordinary one without its values."""
+    with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
+        parameter.data = data

@@ -53,12 +53,17 @@ class Schedule:
         self._told_of_gradients = False
         self._complete: Callable[[UnitGradients], None] = lambda _gradients: None
         self._failed: Callable[[], None] = lambda: None
+        self._unwind: Callable[[], None] = lambda: None
 
     def tell(
         self, *, complete: Callable[[UnitGradients], None], failed: Callable[[], None]
     ) -> None:
         """Call these when a unit has got all its gradients, and when a backward pass has failed."""
         self._complete, self._failed = complete, failed
+
+    def unwind_by(self, unwind: Callable[[], None]) -> None:
+        """Call this to end what interrupted forwards have left."""
+        self._unwind = unwind
 
     def manage(self, units: Iterable[Unit], gradients: Mapping[Unit, UnitGradients]) -> None:
         """Take charge of these units."""
@@ -70,8 +75,10 @@ class Schedule:
     def reset(self) -> None:
         """Clean up what an interrupted pass has left, and release every unit that need not stay."""
         self.end_failed_backward()
+        self._unwind()
         self._in_forward = self._copying = 0
         self._active.clear()
+        self._drop_left_gradients()
         self.release_idle()
 
     def release_all(self) -> None:
@@ -169,6 +176,13 @@ class Schedule:
         self.release_idle()
         self._pager.advance()
 
+    def _drop_left_gradients(self) -> None:
+        """What an interrupt left behind, or somebody put there, is not added to the next one."""
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - nobody asks for them here
+            for parameter in self._owner:
+                if parameter.grad is not None:
+                    parameter.grad = None
+
     # -- access from outside
 
     def fetch(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -248,10 +262,22 @@ class Schedule:
     # -- one unit
 
     def _gather(self, unit: Unit) -> None:
+        if unit not in self._present:
+            self._refuse_if_spent(unit)
+            self._present[unit] = 0  # to be released, should this be interrupted
         unit.gather()
         assert unit.flat is not None
         address = unit.flat.untyped_storage().data_ptr()
         self._present[unit], self._at[address] = address, unit
+
+    def _refuse_if_spent(self, unit: Unit) -> None:
+        """A backward that uses a weight after its update would have another result."""
+        gradients = self._gradients.get(unit) if self._in_backward else None
+        if gradients is not None and gradients.is_spent:
+            raise RuntimeError(
+                f"a weight of the unit of {unit.names[0]!r} is used in this backward, under which "
+                "it was updated already; set tiering.update_in_backward to false"
+            )
 
     def _release_if_idle(self, unit: Unit) -> None:
         if self._active[unit] <= 0 and not unit.stays:

@@ -59,6 +59,9 @@ class UnitState(enum.Enum):
     PRESENT = "present"
     """Views of the flat buffer: memory of its own, or a lease on the shard's slot."""
 
+    PARTIAL = "partial"
+    """Some of either, after an interrupted gather or release; the next one clears it away."""
+
 
 class Coming(NamedTuple):
     """A gather that was begun."""
@@ -166,7 +169,7 @@ class Unit:
 
         The unit is released: what is present could still be looked at, and changed.
         """
-        assert self.state is UnitState.RELEASED
+        assert self.state is not UnitState.PRESENT
         assert self._coming is None  # or old values would come
         self.settle()
         self._update = update
@@ -176,6 +179,11 @@ class Unit:
     def changed(self, index: int) -> None:
         """A parameter has got other values while it was released."""
         self._changes[index] += 1
+
+    @property
+    def changes(self) -> int:
+        """How often a parameter has got other values, by anybody, as far as it was seen."""
+        return sum(self._changes)
 
     def settle(self) -> None:
         """Make the new values, if that was put off. `update` may be called again if it failed."""
@@ -197,7 +205,9 @@ class Unit:
             assert self.flat is not None
             self.order.follow(self.flat)
             return
+        self.release()
         self.settle()
+        self.state = UnitState.PARTIAL
         with torch.inference_mode(mode=False), self._phases.of("gather", self.names[0]):
             self.flat = self._gather_flat()
             for parameter, place in zip(self.parameters, self.layout.parameters, strict=True):
@@ -277,24 +287,30 @@ class Unit:
         """Take the parameters' memory away, if they have any. A change by the user is kept."""
         if self.state is UnitState.RELEASED:
             return
-        assert self.flat is not None
-        self.order.follow(self.flat)
-        if self.is_changed:
-            self._adopt()
-        self.forsake()
+        if self.state is UnitState.PRESENT:
+            assert self.flat is not None
+            self.order.follow(self.flat)
+            if self.is_changed:
+                self._adopt()
+            self.state = UnitState.PARTIAL
+        self._point_elsewhere()
         if self._lease is not None:
             self._lease.release()
             self._lease = None
         if self._slot is not None:
             self._slot.free()
             self._slot = None
+        self.state = UnitState.RELEASED
 
     def forsake(self) -> None:
         """Point the parameters elsewhere, whatever becomes of their memory."""
+        self._point_elsewhere()
+        self.state = UnitState.RELEASED
+
+    def _point_elsewhere(self) -> None:
         for parameter in self.parameters:
             self._stubs.release(parameter, self.compute_dtype)
         self.flat = None
-        self.state = UnitState.RELEASED
         self._fingerprint = None
         self._is_changed = False
 
@@ -319,6 +335,8 @@ class Unit:
     @property
     def is_changed(self) -> bool:
         """Whether the user has changed a present parameter since it was gathered."""
+        if self.state is not UnitState.PRESENT:
+            return False
         self.note_changes()
         if not self._is_changed and self._fingerprint is not None:
             self._is_changed = self._fingerprint != self._fingerprint_now()

@@ -182,7 +182,7 @@ BROKEN = {
                 "weights stay present until the step"
             ),
             (
-                "fp16.enabled may skip a step, which is known when all gradients are; so "
+                "fp16.enabled may refuse a step, which is known when all gradients are; so "
                 "tiering.update_in_backward must be false"
             ),
         ],

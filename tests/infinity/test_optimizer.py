@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,15 @@ from torch import nn
 
 import infinity
 from infinity.lr_schedules import WarmupDecayLR
-from tests.infinity.conftest import Reference, assert_close, assert_equal, config_for, train
+from tests.infinity.conftest import (
+    Reference,
+    assert_close,
+    assert_equal,
+    base_model,
+    config_for,
+    train,
+)
+from tiering.errors import ConfigError
 
 HOMES = ("none", "cpu", "nvme")
 SIZES = [round(8 * 1.418**number) for number in range(30)]
@@ -170,3 +179,32 @@ def test_empty_groups_keep_their_place_beside_filled_ones(given_by: str, tmp_pat
             rates.append(engine.get_lr())
         assert_close(engine.module.state_dict(), dict(plain.state_dict()))
     assert [max(rate) for rate in zip(*rates, strict=True)] == pytest.approx([1e-3, 1e-4, 1e-5])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"maximize": True}, "maximize=True"),
+        ({"amsgrad": True}, "amsgrad=True"),
+        ({"lr": -1.0}, r"lr -1\.0"),
+        ({"lr": "fast"}, "lr 'fast'"),
+        ({"betas": (2, 3)}, r"betas \(2, 3\)"),
+        ({"betas": (0.9,)}, r"betas \(0\.9,\)"),
+        ({"eps": float("nan")}, "eps nan"),
+        ({"weight_decay": -0.1}, r"weight_decay -0\.1"),
+    ],
+)
+def test_what_a_group_cannot_have_is_refused(
+    wrong: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    """When the engine is made, and when a group is added; the model stays as it was."""
+    model = base_model()
+    groups = [{"params": list(model.parameters()), **wrong}]
+    with pytest.raises(ConfigError, match=f"a group of parameters has {reason}"):
+        infinity.initialize(model=model, config=config_for(tmp_path), model_parameters=groups)
+    first, *rest = model.parameters()
+    engine, optimizer, *_ = infinity.initialize(
+        model=model, config=config_for(tmp_path), model_parameters=rest
+    )
+    with engine, pytest.raises(ConfigError, match=f"a group of parameters has {reason}"):
+        optimizer.add_param_group({"params": [first], **wrong})
