@@ -5,7 +5,7 @@ All ranks call these together; each has a part of the whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Final, Literal, get_args
 
 import torch
@@ -22,7 +22,7 @@ from tiering.prefetch import Prefetcher
 from tiering.spec import RecordSpec
 from tiering.trace import Access
 
-Field = Literal["master", "exp_avg", "exp_avg_sq", "gradient"]
+Field = Literal["master", "exp_avg", "exp_avg_sq", "step", "gradient"]
 _FIELDS: Final = get_args(Field)
 
 
@@ -31,6 +31,7 @@ class States:
 
     Args:
         gradients: of each trained unit.
+        steps: that each parameter has taken.
         schedule: has the parameters present, which changes have to reach.
         pager: leases the records.
         comm: the ranks.
@@ -40,6 +41,7 @@ class States:
     def __init__(
         self,
         gradients: Mapping[Unit, UnitGradients],
+        steps: MutableMapping[nn.Parameter, int],
         schedule: Schedule,
         pager: Prefetcher,
         *,
@@ -47,6 +49,7 @@ class States:
         agreement: Agreement,
     ) -> None:
         self._gradients = gradients
+        self._steps = steps
         self._owner = {p: (u, i) for u in gradients for i, p in enumerate(u.parameters)}
         self._schedule = schedule
         self._pager = pager
@@ -58,17 +61,20 @@ class States:
 
         Args:
             parameter: one that is trained.
-            field: the fp32 weight, one of Adam's moments, or the gradient of this cycle as it is
-                without a loss scale (mean over the ranks, sum over micro-batches).
+            field: the fp32 weight, one of Adam's moments, how many steps Adam has counted for it,
+                or the gradient of this cycle as it is without a loss scale (mean over the ranks,
+                sum over micro-batches).
 
         Returns:
-            fp32, of the parameter's shape, on the engine's device; None for a gradient that no
-            rank has got.
+            fp32, of the parameter's shape, on the engine's device; of the count one element, on
+            the CPU, as in torch's optimizers; None for a gradient that no rank has got.
 
         Raises:
             ConfigError: the parameter is not trained, or there is no such field.
         """
         unit, index = self._find(parameter, field)
+        if field == "step":
+            return torch.tensor(float(self._steps.get(parameter, 0)), device="cpu")
         whole = torch.zeros(parameter.numel(), device=parameter.device)
         if field == "gradient":
             has_one = self._gradients[unit].read(index, whole)
@@ -88,12 +94,25 @@ class States:
         Args:
             parameter: one that is trained.
             field: as for `get`; a gradient takes the place of what has come in this cycle.
-            value: of the parameter's shape, the same on all ranks.
+            value: of the parameter's shape, or one whole number from 0 for the count; the same on
+                all ranks.
 
         Raises:
-            ConfigError: the parameter is not trained, there is no such field, or the shape differs.
+            ConfigError: the parameter is not trained, there is no such field, or the value does not
+                fit it.
         """
         unit, index = self._find(parameter, field)
+        if not isinstance(value, torch.Tensor) or value.is_complex():
+            raise ConfigError(
+                f"{field} of {unit.names[index]!r} must be a real tensor, got {value!r}"
+            )
+        if field == "step":
+            if value.numel() != 1 or not float(value).is_integer() or value < 0:
+                raise ConfigError(
+                    f"step of {unit.names[index]!r} must be one whole number from 0, got {value!r}"
+                )
+            self._steps[parameter] = int(value)
+            return
         if value.shape != parameter.shape:
             raise ConfigError(
                 f"{field} of {unit.names[index]!r} is of shape {tuple(parameter.shape)}, got "

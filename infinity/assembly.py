@@ -327,7 +327,7 @@ def _build(  # noqa: PLR0913
         hooks=hooks,
         optimizer=adam,
         lr_scheduler=steer(adam),
-        states=States(gradients, schedule, pager, comm=comm, agreement=agreement),
+        states=States(gradients, adam.steps, schedule, pager, comm=comm, agreement=agreement),
         units=tuple(units),
         kept=frozenset(kept),
         unmanaged=tuple((n, p) for n, p in model.named_parameters() if p not in trained),

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 
 import torch
 from torch import nn
@@ -38,6 +38,12 @@ from tiering.aio import Faults
 from tiering.errors import EngineClosedError, RankError, TieringWarning
 from tiering.tiers.nvme import Observer
 from tiering.volumes import VolumeStats
+
+# nn.Module's methods that would have no effect on a paged model, and return it without its engine.
+_MOVES: Final = frozenset(
+    {"to", "cuda", "cpu", "half", "bfloat16", "float", "double", "type", "to_empty"}
+)
+_MOVES_WHY: Final = "where weights live, and in which type, is in the configuration"
 
 StepCallback: TypeAlias = Callable[[int, Mapping[str, float]], None]
 
@@ -125,6 +131,18 @@ class InfinityEngine:
             return self._evaluate(*args, **kwargs)
 
     forward = __call__
+
+    if not TYPE_CHECKING:  # or every misspelt name would be Any
+
+        def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - the model's own
+            """What is not the engine's is the model's, as with DeepSpeed's engine."""
+            if name.startswith("_") or name in _MOVES:
+                why = f"; {_MOVES_WHY}" if name in _MOVES else ""
+                raise AttributeError(f"an engine has no {name!r}{why}")
+            try:
+                return getattr(self.module, name)
+            except AttributeError:
+                raise AttributeError(f"neither the engine nor its model has {name!r}") from None
 
     def _cast(self, value: Any) -> Any:  # noqa: ANN401
         """A floating input in the type the model computes in."""
@@ -408,21 +426,33 @@ class InfinityEngine:
         return self.optimizer.global_grad_norm
 
     def get_state(self, parameter: nn.Parameter, field: Field) -> torch.Tensor | None:
-        """Copy a parameter's fp32 weight, moment or gradient; see `infinity.access.States.get`."""
+        """Copy what is kept of a parameter, whole, on every rank.
+
+        Args:
+            parameter: one that is trained.
+            field: ``master`` (the fp32 weight), ``exp_avg``, ``exp_avg_sq``, ``step``, or
+                ``gradient``; see `infinity.access.States.get`.
+        """
         with self._in_use():
             return self._parts.states.get(parameter, field)
 
     def set_state(self, parameter: nn.Parameter, field: Field, value: torch.Tensor) -> None:
-        """Change one of them; see `infinity.access.States.set`."""
+        """Change one of them, on all ranks alike.
+
+        Args:
+            parameter: one that is trained.
+            field: as for `get_state`.
+            value: of its shape; see `infinity.access.States.set`.
+        """
         with self._in_use():
             self._parts.states.set(parameter, field, value)
 
     def save_checkpoint(self, *_args: object, **_kwargs: object) -> NoReturn:
         """Refuse: there are no checkpoints yet."""
         raise NotImplementedError(
-            "there are no checkpoints yet; engine.module.state_dict() has the weights, and "
-            "engine.get_state(parameter, field) each parameter's fp32 weight and moments, which "
-            "set_state brings back"
+            "there are no checkpoints yet; engine.module.state_dict() has the weights, "
+            "engine.get_state(parameter, field) each parameter's master, exp_avg, exp_avg_sq and "
+            "step, which set_state brings back, and lr_scheduler.state_dict() the schedule"
         )
 
     load_checkpoint = save_16bit_model = save_checkpoint

@@ -157,7 +157,8 @@ class PagedAdam(torch.optim.Optimizer):
         self._phases = phases
         self._release = release
         self._skipped_in_a_row = 0
-        self._steps: dict[nn.Parameter, int] = {}
+        self.steps: dict[nn.Parameter, int] = {}
+        """Updates of each parameter so far, by which Adam corrects its moments."""
         self._pid = os.getpid()
         self._due: dict[Unit, Decision] = {}  # decided and not made yet
         self._made_early: dict[UnitGradients, Early] = {}  # in this cycle
@@ -282,21 +283,26 @@ class PagedAdam(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters that the engine manages.
 
+        Frozen ones are passed over, as in torch.
+
         Raises:
-            ConfigError: one is not the model's, or was frozen when the engine was made.
+            ConfigError: a setting cannot be honoured; a parameter is not the model's, or was frozen
+                when the engine was made and is not now.
         """
         super().add_param_group(param_group)
         wrong = _wrong_setting(self.param_groups[-1])
         if wrong:
             self.param_groups.pop()
             raise ConfigError(f"a group of parameters has {wrong}")
-        strangers = [p for p in self.param_groups[-1]["params"] if p not in self._managed]
+        given = self.param_groups[-1]["params"]
+        strangers = [p for p in given if p.requires_grad and p not in self._managed]
         if strangers:
             self.param_groups.pop()
             raise ConfigError(
                 f"{len(strangers)} of the optimizer's parameters (the first of shape "
                 f"{tuple(strangers[0].shape)}) are not trained by this engine: they are not the "
-                "model's, or were frozen when infinity.initialize() was called"
+                "model's, or were frozen when infinity.initialize() was called; unfreeze them "
+                "before it"
             )
 
     @property
@@ -448,7 +454,7 @@ class PagedAdam(torch.optim.Optimizer):
         updated = frozenset(i for i in gradients.take() if unit.parameters[i] in settings)
         for index in updated:
             parameter = unit.parameters[index]
-            self._steps[parameter] = self._steps.get(parameter, 0) + 1
+            self.steps[parameter] = self.steps.get(parameter, 0) + 1
         whole = list(self._runs(unit, updated, settings))
         runs = [
             [
@@ -567,7 +573,7 @@ class PagedAdam(torch.optim.Optimizer):
             extent = unit.layout.padded(index).intersect(unit.records.own)
             if not extent.numel or index not in updated:
                 continue
-            run = Run(extent, self._steps[parameter], settings[parameter])
+            run = Run(extent, self.steps[parameter], settings[parameter])
             if current and current[1:] == run[1:] and current.extent.stop == extent.start:
                 current = Run(Extent(current.extent.start, extent.stop), *run[1:])
             else:

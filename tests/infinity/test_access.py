@@ -22,7 +22,8 @@ from tests.infinity.conftest import (
 from tests.infinity.ranks import RankPool
 from tiering.errors import ConfigError
 
-FIELDS = ("master", "exp_avg", "exp_avg_sq", "gradient")
+STATES = ("master", "exp_avg", "exp_avg_sq", "step")
+FIELDS = (*STATES, "gradient")
 
 
 def look_and_change(config: Config) -> list[dict[str, torch.Tensor]]:
@@ -112,3 +113,37 @@ def test_what_cannot_be_read_or_set_is_refused(tmp_path: Path) -> None:
             engine.get_state(model[4].weight, "momentum")
         with pytest.raises(ConfigError, match=r"shape \(100, 32\), got \(3,\)"):
             engine.set_state(model[4].weight, "master", torch.ones(3))
+        for step in (torch.tensor(-1.0), torch.tensor(0.5), torch.ones(2)):
+            with pytest.raises(ConfigError, match="must be one whole number from 0"):
+                engine.set_state(model[4].weight, "step", step)
+        for value in (1.0, torch.ones(100, 32, dtype=torch.complex64)):
+            with pytest.raises(ConfigError, match="must be a real tensor"):
+                engine.set_state(model[4].weight, "master", value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_another_engine_goes_on_where_the_states_were_read(bf16: bool, tmp_path: Path) -> None:
+    """To the last bit: nothing else of the optimizer's is needed."""
+    config = config_for(tmp_path, bf16={"enabled": bf16})
+
+    def train(engine: infinity.InfinityEngine, numbers: range) -> None:
+        for number in numbers:
+            engine.backward(base_loss(engine, base_batches()[number % 4]))
+            engine.step()
+
+    engine, *_ = infinity.initialize(model=base_model(), config=config)
+    with engine:
+        train(engine, range(3))
+        states = [
+            {field: engine.get_state(parameter, field) for field in STATES}
+            for parameter in engine.parameters()
+        ]
+        train(engine, range(3, 6))
+        expected = engine.module.state_dict()
+    engine, *_ = infinity.initialize(model=base_model(), config=config)
+    with engine:
+        for parameter, fields in zip(engine.parameters(), states, strict=True):
+            for field, value in fields.items():
+                engine.set_state(parameter, field, value)
+        train(engine, range(3, 6))
+        assert_equal(engine.module.state_dict(), expected)

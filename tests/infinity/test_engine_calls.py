@@ -413,3 +413,22 @@ def test_a_refusal_leaves_the_model_as_it_was(wrong: dict[str, Any], tmp_path: P
     assert_equal(model.state_dict(), expected)
     engine, *_ = infinity.initialize(model=model, config=config)
     engine.close()
+
+
+# -- what an engine has
+
+
+def test_what_is_not_the_engines_is_the_models(tmp_path: Path) -> None:
+    """As with DeepSpeed's engine; but not what would have no effect and return the bare model."""
+    model = base_model()
+    model.vocabulary = 100
+    engine, *_ = infinity.initialize(model=model, config=config_for(tmp_path))
+    with engine:
+        assert engine.vocabulary == 100
+        assert [name for name, _ in engine.named_parameters()] == list(engine.state_dict())
+        assert engine.training
+        for name in ("to", "half", "cuda"):
+            with pytest.raises(AttributeError, match=f"no '{name}'; where weights live"):
+                getattr(engine, name)
+        with pytest.raises(AttributeError, match="neither the engine nor its model has 'generate'"):
+            engine.generate()
