@@ -38,7 +38,7 @@ class States:
         agreement: where they meet.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         gradients: Mapping[Unit, UnitGradients],
         steps: MutableMapping[nn.Parameter, int],
@@ -88,7 +88,7 @@ class States:
             self._comm.all_reduce(whole)
         return whole.view(parameter.shape)
 
-    def set(self, parameter: nn.Parameter, field: Field, value: torch.Tensor) -> None:
+    def set(self, parameter: nn.Parameter, field: Field, value: torch.Tensor | float) -> None:
         """Change one field; a weight that is set is used from the next forward on.
 
         Args:
@@ -102,10 +102,9 @@ class States:
                 fit it.
         """
         unit, index = self._find(parameter, field)
-        if not isinstance(value, torch.Tensor) or value.is_complex():
-            raise ConfigError(
-                f"{field} of {unit.names[index]!r} must be a real tensor, got {value!r}"
-            )
+        value = torch.as_tensor(value)
+        if value.is_complex():
+            raise ConfigError(f"{field} of {unit.names[index]!r} must be real, got {value.dtype}")
         if field == "step":
             if value.numel() != 1 or not float(value).is_integer() or value < 0:
                 raise ConfigError(

@@ -436,7 +436,7 @@ class InfinityEngine:
         with self._in_use():
             return self._parts.states.get(parameter, field)
 
-    def set_state(self, parameter: nn.Parameter, field: Field, value: torch.Tensor) -> None:
+    def set_state(self, parameter: nn.Parameter, field: Field, value: torch.Tensor | float) -> None:
         """Change one of them, on all ranks alike.
 
         Args:

@@ -148,7 +148,7 @@ def test_a_second_backward_before_the_step_is_refused(tmp_path: Path) -> None:
     engine, *_ = infinity.initialize(model=base_model(), config=early(tmp_path))
     with engine:
         engine.backward(base_loss(engine, base_batches()[0]))
-        with pytest.raises(RuntimeError, match="updated (under backward )?already"):
+        with pytest.raises(RuntimeError, match=r"updated.* already"):
             engine.backward(base_loss(engine, base_batches()[1]))
         with pytest.raises(EngineClosedError, match="backward was interrupted"):
             engine.step()
@@ -286,7 +286,7 @@ def test_a_gradient_that_was_used_under_backward_is_not_set_or_read(tmp_path: Pa
     with engine:
         engine.backward(base_loss(engine, base_batches()[0]))
         last = model[4].weight
-        with pytest.raises(RuntimeError, match="updated (under backward )?already"):
+        with pytest.raises(RuntimeError, match=r"updated.* already"):
             engine.set_state(last, "gradient", torch.ones(last.shape))
-        with pytest.raises(RuntimeError, match="updated (under backward )?already"):
+        with pytest.raises(RuntimeError, match=r"updated.* already"):
             engine.get_state(last, "gradient")
