@@ -270,7 +270,7 @@ def _build(  # noqa: PLR0913
         agreement,
         device_tier,
         scale=lambda: loss_scale.value,
-        is_early=not outline.whole_gradients,
+        whole_gradients=outline.whole_gradients,
         dtype=_COMMUNICATED[config.communication_data_type],
         predivisor=_predivisor(config, comm),
     )

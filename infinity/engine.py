@@ -559,13 +559,12 @@ class InfinityEngine:
         need. The model's parameters stay released: take ``module.state_dict()`` before, if its
         weights are wanted. A second call does nothing.
         """
-        if self._finalizer.alive and os.getpid() == self._pid and not self.optimizer.torn:
-            try:
+        try:
+            if self._finalizer.alive and os.getpid() == self._pid and not self.optimizer.torn:
                 with suppress(RankError):  # the others have gone already
                     self._parts.agreement.meet(Place.CLOSE)
-            finally:
-                self._finalizer()
-        self._finalizer()
+        finally:
+            self._finalizer()
 
     def abandon(self) -> None:
         """Close without waiting for other ranks, which will find this one gone."""

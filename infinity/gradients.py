@@ -54,8 +54,10 @@ class Reduction:
     agreement: Agreement
     device: DeviceTier
     """Where the sum is made."""
-    is_early: bool = True
-    """After each backward pass, to the own part; else at the step."""
+    whole_gradients: bool = False
+    """Whether all of each gradient waits for the sum at the step; else the own part of the sum does
+    that is made after each backward pass.
+    """
     dtype: torch.dtype | None = None
     """What travels; None: the type of the record."""
     scale: Callable[[], float] = lambda: 1.0
@@ -98,7 +100,7 @@ class UnitGradients:
         self._pager = pager
         self._reduction = reduction
         # Whether gradients are collected in the record itself.
-        self._in_record = on_device and (reduction.comm.size == 1 or not reduction.is_early)
+        self._in_record = on_device and (reduction.comm.size == 1 or reduction.whole_gradients)
         self._number = reduction.agreement.add(Collective(self._begin_sum))
         self._lease: Lease | None = None
         self._whole: torch.Tensor | None = None

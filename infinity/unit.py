@@ -13,8 +13,9 @@ Note: changes by the user
 A weight may be changed by anybody at any time: in place, through ``.data``, through numpy, by
 giving it other data. `release` looks for that (a version that moved on, memory that is elsewhere,
 and, if the unit was fetched by an access from outside, a fingerprint of the bytes) and keeps the
-change, in the shard and in the master weights. Not seen is a change through ``.data`` made by the
-model's own forward or backward.
+change, in the shard and in the master weights. Not seen is a change through ``.data``, which moves
+no version, made by the model's own forward or backward; nor, below stage 3, any such change: there
+weights stay present between their uses, and nobody is asked for them.
 
 What would break it: using a flat buffer after `release`. Parameters are stubs then, and what
 autograd saved is packed as a place in the unit (see `hooks`), so nothing has to.
