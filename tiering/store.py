@@ -178,10 +178,7 @@ class Lease:
             hop: the copy; None: there is none, and the use ends now.
             then: called when it has ended.
         """
-        if hop is None:
-            self._store.end_now(self, then)
-        else:
-            self._store.end_behind(self, hop, then)
+        self._store.end_behind(self, hop, then)
 
     @property
     def key(self) -> str:
@@ -333,10 +330,13 @@ class TieredStore:
         entry.fetched_ahead = False
         return lease
 
-    def end_behind(self, lease: Lease, hop: Hop, then: Callable[[], None]) -> None:
+    def end_behind(self, lease: Lease, hop: Hop | None, then: Callable[[], None]) -> None:
         """Release the lease when the copy has been made; called by `Lease.release_behind`."""
-        self._behind[lease] = hop, then
-        self._are_behind[lease.key] += 1
+        if hop is None:
+            self._end(lease, then)
+        else:
+            self._behind[lease] = hop, then
+            self._are_behind[lease.key] += 1
 
     def _finish_hops(self, key: str) -> None:
         """Wait for the copies from and to a record, and end their leases."""
@@ -357,9 +357,9 @@ class TieredStore:
         del self._behind[lease]  # only now, so that an interrupted wait loses nothing
         self._are_behind[lease.key] -= 1
         self._arrivals += 1
-        self.end_now(lease, then)
+        self._end(lease, then)
 
-    def end_now(self, lease: Lease, then: Callable[[], None]) -> None:
+    def _end(self, lease: Lease, then: Callable[[], None]) -> None:
         """Release the lease; a failure of what follows is kept, as that of any write behind."""
         lease.release()
         try:
