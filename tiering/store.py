@@ -159,16 +159,20 @@ class Lease:
             raise RecordError(f"record {self._entry.spec.key!r}: the lease was released")
         return self._slot
 
-    def _end(self) -> bool:
-        """Whether this ends it; a second end is none."""
-        was_open = self._slot is not None
+    def _end(self) -> None:
         self._slot = None
         self._tensors = {}
-        return was_open
 
     def release(self) -> None:
-        """End the use; what was written is the record's contents now. Twice is once."""
-        if self._end():
+        """End the use; what was written is the record's contents now. Twice is once.
+
+        Raises:
+            TransferTimeoutError: a transfer of the contents before did not end in time. The lease
+                is as it was, and may be released again.
+        """
+        if self._slot is not None:
+            self._store.settle_old(self._entry, self._access)
+            self._end()
             self._store.commit(self._entry, self._access)
 
     def release_behind(self, hop: Hop | None, then: Callable[[], None] = _nothing) -> None:
@@ -177,6 +181,10 @@ class Lease:
         Args:
             hop: the copy; None: there is none, and the use ends now.
             then: called when it has ended.
+
+        Raises:
+            TransferTimeoutError: as `release`, where there is no copy. The store ends the use
+                later, as that behind a copy.
         """
         self._store.end_behind(self, hop, then)
 
@@ -196,7 +204,8 @@ class Lease:
 
     def abandon(self) -> None:
         """End the use after a failure: what was overwritten beside its old contents keeps them."""
-        if self._end():
+        if self._slot is not None:
+            self._end()
             self._store.abandon(self._entry, self._access)
 
     def __enter__(self) -> Lease:
@@ -245,7 +254,8 @@ class TieredStore:
         self._relieve: Callable[[], bool] = lambda: False
         self._refill: Callable[[], None] = lambda: None
         self._is_waiting = False
-        self._behind: dict[Lease, tuple[Hop, Callable[[], None]]] = {}  # the oldest come first
+        # Leases that end by themselves, behind a copy if there is one; the oldest come first.
+        self._behind: dict[Lease, tuple[Hop | None, Callable[[], None]]] = {}
         self._are_behind: Counter[str] = Counter()  # of each record
 
     # -- set-up
@@ -332,11 +342,10 @@ class TieredStore:
 
     def end_behind(self, lease: Lease, hop: Hop | None, then: Callable[[], None]) -> None:
         """Release the lease when the copy has been made; called by `Lease.release_behind`."""
+        self._behind[lease] = hop, then
+        self._are_behind[lease.key] += 1
         if hop is None:
-            self._end(lease, then)
-        else:
-            self._behind[lease] = hop, then
-            self._are_behind[lease.key] += 1
+            self._finish_hop(lease)
 
     def _finish_hops(self, key: str) -> None:
         """Wait for the copies from and to a record, and end their leases."""
@@ -346,31 +355,33 @@ class TieredStore:
 
     def _finish_done_hops(self) -> bool:
         """End the leases behind copies that have been made; whether there were any."""
-        done = [lease for lease, (hop, _) in self._behind.items() if hop.is_done()]
+        done = [lease for lease, (hop, _) in self._behind.items() if hop is None or hop.is_done()]
         for lease in done:
             self._finish_hop(lease)
         return bool(done)
 
     def _finish_hop(self, lease: Lease) -> None:
-        hop, then = self._behind[lease]
-        hop.wait()
-        del self._behind[lease]  # only now, so that an interrupted wait loses nothing
-        self._are_behind[lease.key] -= 1
-        self._arrivals += 1
-        self._end(lease, then)
-
-    def _end(self, lease: Lease, then: Callable[[], None]) -> None:
         """Release the lease; a failure of what follows is kept, as that of any write behind."""
+        hop, then = self._behind[lease]
+        if hop is not None:
+            hop.wait()
+            self._arrivals += 1
         lease.release()
+        del self._behind[lease]  # only now, so that a wait that is given up loses nothing
+        self._are_behind[lease.key] -= 1
         try:
             then()
         except TransferError as error:
             self._failed_writes[lease.key] = error
 
-    def commit(self, entry: Entry, access: Access) -> None:
-        """The good end of a lease; called by `Lease.release`."""
+    def settle_old(self, entry: Entry, access: Access) -> None:
+        """Wait for the contents that go with the lease's end; called by `Lease.release`."""
         if access is Access.OVERWRITE:
             self._settle_quietly(entry)
+
+    def commit(self, entry: Entry, access: Access) -> None:
+        """The good end of a lease, behind `settle_old`; called by `Lease.release`."""
+        if access is Access.OVERWRITE:
             filled, entry.filling = entry.filling, None
             if filled is not entry.slot:
                 self._drop_slot(entry)

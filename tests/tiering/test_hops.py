@@ -13,10 +13,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tiering.test_store import Setup, make, put, spec, value
-from tiering.errors import RecordError, TransferError
+from tests.tiering.test_store import (
+    Setup,
+    make,
+    overwritten_under_its_write,
+    put,
+    spec,
+    until_in_time,
+    value,
+)
+from tiering.errors import RecordError, TransferError, TransferTimeoutError
 from tiering.spec import Tier
-from tiering.store import State
+from tiering.store import Lease, State, TieredStore
 from tiering.trace import Access
 
 
@@ -144,6 +152,33 @@ def test_an_interrupted_wait_for_a_copy_loses_nothing(setup: Setup) -> None:
         setup.store.lease("b")
     assert value(setup.store, "b") == 8
     assert told == ["interrupted", "ended"]
+
+
+def release_and_poll(
+    store: TieredStore, lease: Lease, hop: LateCopy | None, then: Callable[[], None]
+) -> None:
+    """Release behind a copy, make it, and have the store look for it."""
+    lease.release_behind(hop, then)
+    if hop is not None:
+        hop.wait()
+    store.poll()
+
+
+@pytest.mark.parametrize("is_late", [True, False], ids=["a late copy", "no copy"])
+def test_a_release_behind_that_times_out_is_made_again_by_the_store(
+    is_late: bool, tmp_path: Path
+) -> None:
+    """The new contents are not lost, and what follows follows, once."""
+    setup, lease = overwritten_under_its_write(tmp_path)
+    hop = LateCopy(functools.partial(lease["x"].fill_, 7)) if is_late else None
+    told: list[str] = []
+    with pytest.raises(TransferTimeoutError):
+        release_and_poll(setup.store, lease, hop, lambda: told.append("ended"))
+    assert not told
+    until_in_time(setup.store.poll)
+    assert value(setup.store, "a") == (7 if is_late else 2)
+    assert told == ["ended"]
+    setup.close()
 
 
 def test_a_copy_that_is_done_frees_its_slot_whatever_began_before_it(setup: Setup) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ from tiering.errors import (
 from tiering.folder import SwapFolder
 from tiering.prefetch import Prefetcher
 from tiering.spec import RecordSpec, TensorSpec, Tier
-from tiering.store import Lease, State, TieredStore
+from tiering.store import PATIENCE_S, Lease, State, TieredStore
 from tiering.tiers.device import DeviceTier
 from tiering.tiers.nvme import NvmeTier
 from tiering.trace import Access, Use
@@ -50,14 +51,17 @@ class Setup(NamedTuple):
         self.folder.close()
 
 
-def make(path: Path, *, slots: int, faults: Faults | None = None) -> Setup:
+def make(
+    path: Path, *, slots: int, faults: Faults | None = None, patience_s: float = PATIENCE_S
+) -> Setup:
     """A store whose arena holds that many records."""
     arena = Arena(slots * 12288)
     aio = AioEngine(AioConfig(block_bytes=4096), faults=faults or Faults())
     aio.register(arena.memory)
     folder = SwapFolder(path)
     drive = NvmeTier(folder, aio)
-    return Setup(TieredStore(arena, DeviceTier(torch.device("cpu"))), drive, aio, folder)
+    store = TieredStore(arena, DeviceTier(torch.device("cpu")), patience_s=patience_s)
+    return Setup(store, drive, aio, folder)
 
 
 def spec(key: str) -> RecordSpec:
@@ -489,8 +493,8 @@ def test_a_read_that_cannot_be_started_takes_no_room(setup: Setup) -> None:
 def test_an_interrupted_wait_changes_nothing(tmp_path: Path) -> None:
     """A wait that is given up leaves the record on its way to those who wait longer."""
     late = FaultRule(FaultAction.DELAY, value=200_000, writes=False)
-    setup = make(tmp_path, slots=1, faults=Faults(rules=(late,)))
-    hasty = TieredStore(setup.store.arena, DeviceTier(torch.device("cpu")), patience_s=0.001)
+    setup = make(tmp_path, slots=1, faults=Faults(rules=(late,)), patience_s=0.001)
+    hasty = setup.store
     for key in "ab":
         hasty.create(spec(key), Tier.NVME, drive=setup.drive)
         put(hasty, key, 3.0)
@@ -503,6 +507,64 @@ def test_an_interrupted_wait_changes_nothing(tmp_path: Path) -> None:
     while hasty.state("a") is State.READING:
         hasty.poll()
     assert value(hasty, "a") == 3.0
+    setup.close()
+
+
+def overwritten_under_its_write(path: Path) -> tuple[Setup, Lease]:
+    """A lease with 2.0 for a record whose 1.0 is written late, in a store without patience."""
+    late = FaultRule(FaultAction.DELAY, value=300_000, reads=False)
+    setup = make(path, slots=2, faults=Faults(rules=(late,)), patience_s=0.001)
+    setup.store.create(spec("a"), Tier.NVME, drive=setup.drive)
+    put(setup.store, "a", 1.0)
+    setup.store.write_back("a")
+    lease = setup.store.lease("a", Access.OVERWRITE)
+    lease["x"].fill_(2.0)
+    return setup, lease
+
+
+def until_in_time(call: Callable[[], object]) -> None:
+    """Call it until what it waits for has come."""
+    while True:
+        with contextlib.suppress(TransferTimeoutError):
+            call()
+            return
+
+
+def value_from_the_drive(setup: Setup, key: str) -> float:
+    """Of a record that is written and read again."""
+    setup.store.write_back(key)
+    until_in_time(setup.store.flush)
+    slot = setup.store.arena.allocate(spec(key).nbytes, owner=key)
+    setup.drive.read(key, slot).wait()
+    return float(slot.tensors(spec(key))["x"][0])
+
+
+def test_a_release_that_times_out_changes_nothing_and_can_be_made_again(tmp_path: Path) -> None:
+    """The new contents are the lease's until then, and the record's afterwards."""
+    setup, lease = overwritten_under_its_write(tmp_path)
+    with pytest.raises(TransferTimeoutError):
+        lease.release()
+    assert setup.store.state("a") is State.WRITING
+    assert bool((lease["x"] == 2.0).all())
+    assert value(setup.store, "a") == 1.0
+    until_in_time(lease.release)
+    lease.release()
+    assert value(setup.store, "a") == 2.0
+    put(setup.store, "a", 3.0)
+    assert value_from_the_drive(setup, "a") == 3.0
+    setup.close()
+
+
+def test_a_lease_whose_release_timed_out_can_be_abandoned(tmp_path: Path) -> None:
+    """The record keeps its old contents, and may be overwritten again."""
+    setup, lease = overwritten_under_its_write(tmp_path)
+    with pytest.raises(TransferTimeoutError):
+        lease.release()
+    lease.abandon()
+    assert value(setup.store, "a") == 1.0
+    until_in_time(setup.store.flush)
+    put(setup.store, "a", 3.0)
+    assert value_from_the_drive(setup, "a") == 3.0
     setup.close()
 
 
