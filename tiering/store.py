@@ -49,10 +49,9 @@ from tiering.records import aligned_bytes
 from tiering.spec import RecordSpec, Tier
 from tiering.tiers.device import DeviceSlot, DeviceTier
 from tiering.tiers.link import Hop
-from tiering.tiers.nvme import NvmeTier
+from tiering.tiers.nvme import PATIENCE_S, NvmeTier
 from tiering.trace import Access, Holding, Use
 
-PATIENCE_S = 60.0
 _SLICE_S = 0.001
 
 

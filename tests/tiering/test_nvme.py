@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import resource
 import stat
@@ -23,6 +24,7 @@ from tiering.errors import (
     SpaceError,
     TieringWarning,
     TransferError,
+    TransferTimeoutError,
 )
 from tiering.folder import SwapFolder
 from tiering.spec import RecordSpec, TensorSpec
@@ -77,6 +79,13 @@ def store_all(tier: NvmeTier, arena: Arena, specs: list[RecordSpec]) -> None:
     """Store records with a value of their own each: 0, 1, 2, ..."""
     for number, spec in enumerate(specs):
         store(tier, arena, spec, number % 251)
+
+
+def store_without_waiting(tier: NvmeTier, arena: Arena, specs: list[RecordSpec]) -> None:
+    """Create records and start writing them."""
+    for spec in specs:
+        tier.create(spec)
+        tier.write(spec.key, arena.allocate(spec.nbytes, owner=spec.key))
 
 
 def fill(drive: Path) -> None:
@@ -342,6 +351,59 @@ def test_a_file_with_a_transfer_in_flight_is_not_the_one_that_is_closed(
             break
         assert tier._records["slow"].file is file
     write.wait()
+
+
+LOST_WRITES = Faults(rules=(FaultRule(FaultAction.SWALLOW, every=1, reads=False),))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [AioConfig(queue_depth=64), AioConfig(max_files=3)],
+    ids=["most open files of the tier", "of the backend"],
+)
+def test_a_lost_completion_where_no_more_files_may_be_open_is_a_timeout_that_names_its_record(
+    config: AioConfig,
+    few_descriptors: int,
+    folder: SwapFolder,
+    arena: Arena,
+    make_engine: MakeEngine,
+) -> None:
+    """Nothing is closed under its transfer, and the records that are open can be used."""
+    engine = make_engine(config, faults=LOST_WRITES)
+    tier = NvmeTier(folder, engine, patience_s=0.01)
+    specs = [flat(f"layer.{number}", 100) for number in range(few_descriptors)]
+    with pytest.raises(TransferTimeoutError, match=r"record 'layer\.0' .*pending after 0\.01 s"):
+        store_without_waiting(tier, arena, specs)
+    tier.read("layer.0", arena.allocate(100, owner="a")).wait(10)
+    engine.close(0.01)
+    tier.close()
+
+
+def test_a_lost_completion_does_not_hold_up_a_deletion_or_the_end(
+    folder: SwapFolder, arena: Arena, make_engine: MakeEngine, open_files: OpenFiles
+) -> None:
+    """Both say which record they waited for, and have done nothing to it."""
+    engine = make_engine(faults=LOST_WRITES)
+    tier = NvmeTier(folder, engine, patience_s=0.01)
+    for key in ("idle", "lost"):
+        tier.create(flat(key, 100))
+    tier.read("idle", arena.allocate(100, owner="a")).wait()
+    tier.write("lost", arena.allocate(100, owner="a"))
+    for end in (functools.partial(tier.delete, "lost"), tier.close):
+        with pytest.raises(TransferTimeoutError, match="record 'lost'"):
+            end()
+    assert set(filter(None, map(record_file, open_files()))) == {tier.path("lost").name}
+    tier.read("lost", arena.allocate(100, owner="a")).wait(10)
+    engine.close(0.01)
+    tier.delete("lost")
+    tier.close()
+    assert tier.keys() == ["idle"]
+    assert not any(map(record_file, open_files()))
+
+
+def record_file(name: str) -> str:
+    """The record file a descriptor leads to, if it does."""
+    return Path(name).name if name.endswith(".safetensors") else ""
 
 
 def test_a_record_that_does_not_fit_leaves_nothing_behind(

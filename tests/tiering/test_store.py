@@ -28,9 +28,9 @@ from tiering.errors import (
 from tiering.folder import SwapFolder
 from tiering.prefetch import Prefetcher
 from tiering.spec import RecordSpec, TensorSpec, Tier
-from tiering.store import PATIENCE_S, Lease, State, TieredStore
+from tiering.store import Lease, State, TieredStore
 from tiering.tiers.device import DeviceTier
-from tiering.tiers.nvme import NvmeTier
+from tiering.tiers.nvme import PATIENCE_S, NvmeTier
 from tiering.trace import Access, Use
 
 NUMEL = 3000  # 12 kB: three pages, the last one not full

@@ -19,24 +19,32 @@ transfers, and a file with any of them is neither closed nor evicted.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import errno
 import os
 import resource
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, Protocol
 
 from tiering import records
 from tiering.aio.backend import AioBackend, File, Memory, Transfer
-from tiering.errors import EngineClosedError, RecordError, SpaceError, TieringWarning, TransferError
+from tiering.errors import (
+    EngineClosedError,
+    RecordError,
+    SpaceError,
+    TieringWarning,
+    TransferError,
+    TransferTimeoutError,
+)
 from tiering.folder import SwapFolder
 from tiering.spec import RecordSpec
 from tiering.volumes import Dealer, Room, Volume, VolumeStats, rooms
+
+PATIENCE_S: Final = 60.0
 
 _NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT)
 
@@ -105,13 +113,21 @@ class NvmeTier:
         folders: where the files lie: one folder, or several paths over which the records are
             spread, to each what its speed is worth. They stay the caller's to close.
         backend: moves the bytes; the caller's to close as well.
+        patience_s: longest wait for one transfer on a file that is to be closed.
     """
 
-    def __init__(self, folders: SwapFolder | Sequence[Volume], backend: AioBackend) -> None:
+    def __init__(
+        self,
+        folders: SwapFolder | Sequence[Volume],
+        backend: AioBackend,
+        *,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
         volumes = [Volume(folders)] if isinstance(folders, SwapFolder) else folders
         self._folders = [volume.folder for volume in volumes]
         self._dealer = Dealer([volume.gb_per_s for volume in volumes])
         self._backend = backend
+        self._patience_s = patience_s
         self._lock = threading.RLock()
         self._records: dict[str, _RecordFile] = {}
         self._open: dict[str, _RecordFile] = {}  # in the order of last use
@@ -198,6 +214,8 @@ class NvmeTier:
         Raises:
             RecordError: no such record, or the slot is too small.
             TransferError: the file could not be opened.
+            TransferTimeoutError: as many files are open as can be, and a transfer on the one to be
+                closed did not end in time; names that one's record.
             EngineClosedError: the backend was closed or belongs to another process.
         """
         with self._lock:
@@ -268,25 +286,27 @@ class NvmeTier:
 
         Raises:
             RecordError: no such record.
+            TransferTimeoutError: a transfer did not end in time; the record is still there.
         """
         with self._lock:
             record = self._known(key)
+        self._settle(record)
+        with self._lock:
+            self._close(record)
             del self._records[key]
-            self._open.pop(key, None)
             self._dealer.take_back(record.spec, record.volume, record.nbytes)
-        _close(record)
         record.path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Wait for all transfers and close the files; they stay where they are.
 
         A second call does nothing.
+
+        Raises:
+            TransferTimeoutError: a transfer did not end in time; what is busy is still open.
         """
         with self._lock:
-            opened = list(self._open.values())
-            self._open.clear()
-        for record in opened:
-            _close(record)
+            self._evict(down_to=0)
 
     def _known(self, key: str) -> _RecordFile:
         try:
@@ -355,11 +375,35 @@ class NvmeTier:
     def _evict(self, *, down_to: int) -> None:
         """Close the files unused for longest; if all are busy, wait for the oldest."""
         while len(self._open) > down_to:
-            key = next(self._idle(), None) or next(iter(self._open))
-            _close(self._open.pop(key))
+            idle = (record for record in self._open.values() if not record.is_busy())
+            self._close(next(idle, None) or next(iter(self._open.values())))
 
-    def _idle(self) -> Iterator[str]:
-        return (key for key, record in self._open.items() if not record.is_busy())
+    def _close(self, record: _RecordFile) -> None:
+        """Close a record's file, if it is open, when its transfers have ended."""
+        self._settle(record)
+        if record.file is not None:
+            record.file.close()
+            record.file = None
+            self._open.pop(record.spec.key, None)
+
+    def _settle(self, record: _RecordFile) -> None:
+        """Wait until a record's transfers have ended."""
+        for transfer in record.pending:
+            self._wait(record, transfer)
+        record.pending.clear()
+
+    def _wait(self, record: _RecordFile, transfer: Transfer) -> None:
+        """Wait until a transfer has ended. Whoever started it sees how."""
+        try:
+            transfer.wait(self._patience_s)
+        except TransferTimeoutError as error:
+            raise TransferTimeoutError(
+                f"the file of record {record.spec.key!r} can't be closed: {error.message}",
+                errno=error.errno or errno.ETIME,
+                path=str(record.path),
+            ) from error
+        except (TransferError, EngineClosedError):
+            pass
 
     def _place(self, spec: RecordSpec, head: bytes, turns: Sequence[int]) -> _RecordFile:
         """Make the record's file on the path whose turn it is, or on the next that has room."""
@@ -421,14 +465,3 @@ def most_open_files() -> int:
     if limit == resource.RLIM_INFINITY:
         return _MOST_FILES
     return min(max(limit // _DESCRIPTOR_SHARE, _FEWEST_FILES), _MOST_FILES)
-
-
-def _close(record: _RecordFile) -> None:
-    """Close a record's file when its transfers have ended. Whoever started them sees how."""
-    for transfer in record.pending:
-        with contextlib.suppress(TransferError, EngineClosedError):
-            transfer.wait()
-    record.pending.clear()
-    if record.file is not None:
-        record.file.close()
-        record.file = None
