@@ -102,8 +102,9 @@ class Prefetcher:
         inf if none knows it, and if it is overwritten first: to keep the contents saves nothing.
         """
         for _, cursor in reversed(self._passes):
-            if cursor.expected.distance(key, cursor.position) < math.inf:
-                return cursor.expected.needed(key, cursor.position)
+            away = cursor.expected.needed(key, cursor.position)
+            if away is not None:
+                return away
         return math.inf
 
     def advance(self) -> None:

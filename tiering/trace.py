@@ -73,8 +73,10 @@ class Trace:
             return positions[index] - position
         return positions[0] + len(self.uses) - position
 
-    def needed(self, key: str, position: int) -> float:
+    def needed(self, key: str, position: int) -> float | None:
         """Uses from ``position`` to the next that needs the contents; inf if they go before.
+
+        None if there is no use.
 
         Args:
             key: of a record that has contents now.
@@ -82,7 +84,7 @@ class Trace:
         """
         away = self.distance(key, position)
         if away == math.inf:
-            return away
+            return None
         use = self.uses[(position + int(away)) % len(self.uses)]
         return math.inf if use.access is Access.OVERWRITE else away
 

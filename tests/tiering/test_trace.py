@@ -29,7 +29,7 @@ def test_contents_are_not_needed_when_the_next_use_overwrites_them() -> None:
     trace = Trace([Use("a", Access.READ), Use("a", Access.OVERWRITE), Use("b", Access.READ)])
     assert [trace.needed("a", at) for at in range(4)] == [0, math.inf, 1, 0]
     assert trace.needed("b", 0) == 2
-    assert trace.needed("c", 0) == math.inf
+    assert trace.needed("c", 0) is None
 
 
 @given(traces)
