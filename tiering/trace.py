@@ -100,7 +100,6 @@ class TraceCursor:
     def __init__(self, expected: Trace | None) -> None:
         self.expected = Trace(()) if expected is None else expected
         self.position = 0
-        self.divergences = 0
         self._seen: list[Use] = []
 
     def use(self, use: Use) -> None:
@@ -108,7 +107,6 @@ class TraceCursor:
         if len(self._seen) < MOST_USES:
             self._seen.append(use)
         away = self.expected.distance(use.key, self.position)
-        self.divergences += away != 0
         if self.position + away < len(self.expected):
             self.position += int(away) + 1
 
