@@ -25,9 +25,10 @@ import difflib
 import functools
 import math
 import os
+import reprlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
@@ -264,8 +265,7 @@ class TensorSwapper:
         self._failures: dict[_Job, TieringError] = {}  # of which nobody has heard yet
         self._round = 0  # of `wait`
         self._unwaited = 0  # transfers begun in this round and not waited for one by one
-        roots = [path] if isinstance(path, (str, os.PathLike)) else list(path)
-        self._folders = open_folders(roots)
+        self._folders = open_folders(_roots(path))
         self._arena = Arena(host_memory_bytes)
         self._piece_bytes = _piece_bytes(self._arena.capacity_bytes)
         self._backend = backend or open_engine(aio)
@@ -300,11 +300,13 @@ class TensorSwapper:
             tensor: dense, of any dtype, shape, strides and device.
 
         Raises:
-            ConfigError: a sparse, nested, quantized or meta tensor.
+            ConfigError: a key that is no string; no tensor, or a sparse, nested, quantized or meta
+                one.
             SpaceError: no drive has room. What the key held before may be lost, and reading it
                 raises then.
             EngineClosedError: the swapper was closed or belongs to another process.
         """
+        _check_is("a key", key, str)
         source = _dense(key, tensor)
         with self._in_use():
             stored = self._make_room(key, source)
@@ -331,6 +333,7 @@ class TensorSwapper:
                 if the transfer fails. None: a new tensor in host memory.
 
         Raises:
+            ConfigError: a key that is no string, or an ``out`` that is no tensor.
             RecordError: no such key, it was not written whole, or ``out`` does not fit; names both
                 sizes.
             EngineClosedError: the swapper was closed or belongs to another process.
@@ -384,6 +387,7 @@ class TensorSwapper:
         """Wait for the key's transfers and remove it from the drive.
 
         Raises:
+            ConfigError: a key that is no string.
             RecordError: no such key.
             EngineClosedError: the swapper was closed or belongs to another process.
         """
@@ -467,6 +471,7 @@ class TensorSwapper:
             )
 
     def _known(self, key: str) -> _Stored:
+        _check_is("a key", key, str)
         try:
             return self._stored[key]
         except KeyError:
@@ -711,8 +716,29 @@ def _piece_bytes(capacity_bytes: int) -> int:
     return min(max(share, ALIGNMENT_BYTES), _PIECE_BYTES)
 
 
+def _roots(path: Root | Iterable[Root]) -> list[Root]:
+    """The paths that are named."""
+    if isinstance(path, (str, os.PathLike)):
+        return [path]
+    _check_is("path", path, str, os.PathLike, Iterable)
+    roots = list(path)
+    for root in roots:
+        _check_is("a path", root, str, os.PathLike)
+    return roots
+
+
+def _check_is(what: str, given: object, *wanted: type) -> None:
+    """Refuse what is of none of these types."""
+    if not isinstance(given, wanted):
+        names = " or ".join(kind.__name__ for kind in wanted)
+        raise ConfigError(
+            f"{what} must be a {names}, got {reprlib.repr(given)} of type {type(given).__name__}"
+        )
+
+
 def _dense(key: str, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor without its history, if it has bytes of its own."""
+    _check_is(f"what {key!r} is to hold", tensor, torch.Tensor)
     is_strided = tensor.layout is torch.strided and not tensor.is_nested
     is_quantized = tensor.is_quantized or str(tensor.dtype).startswith(("torch.q", "torch.quint"))
     if not is_strided or is_quantized or tensor.is_meta:
@@ -724,6 +750,7 @@ def _dense(key: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check_fits(stored: _Stored, out: torch.Tensor) -> None:
+    _check_is(f"out for {stored.key!r}", out, torch.Tensor)
     if (out.dtype, tuple(out.shape)) != (stored.dtype, stored.shape):
         raise RecordError(
             f"{stored.key!r} holds {stored.nbytes} bytes, {stored.dtype} of shape {stored.shape}; "

@@ -295,6 +295,33 @@ def test_a_tensor_without_bytes_of_its_own_is_refused(
     assert swapper.keys() == []
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda swapper: swapper.swap_out("q", [1, 2]),
+            r"'q'.* a Tensor, got \[1, 2\] of type list",
+        ),
+        (lambda swapper: swapper.swap_in("a", [0]), r"'a' .* a Tensor, got \[0\] of type list"),
+        (lambda swapper: swapper.swap_out(3, torch.ones(1)), "a key .* a str, got 3 of type int"),
+        (lambda swapper: swapper.swap_in(3), "a key .* a str, got 3 of type int"),
+        (lambda swapper: swapper.delete(b"a"), "a key .* a str, got b'a' of type bytes"),
+        (lambda _: TensorSwapper(None), "path .* PathLike or Iterable, got None of type NoneType"),
+        (lambda _: TensorSwapper([None]), "a path .* a str or PathLike, got None of type NoneType"),
+    ],
+    ids=["a list", "a list as out", "key out", "key in", "key deleted", "no path", "paths of none"],
+)
+def test_what_is_of_another_type_is_refused_with_the_one_that_is_wanted(
+    call: Callable[[TensorSwapper], object], message: str, swapper: TensorSwapper
+) -> None:
+    """And nothing is done."""
+    swapper.swap_out("a", torch.ones(1))
+    with pytest.raises(ConfigError, match=message):
+        call(swapper)
+    assert swapper.keys() == ["a"]
+    assert swapper.swap_in("a").wait().eq(1).all()
+
+
 def test_an_unknown_key_is_refused_with_the_nearest_one(swapper: TensorSwapper) -> None:
     """In every call that takes a key."""
     swapper.swap_out("weight", torch.ones(1))
