@@ -106,33 +106,39 @@ def test_importing_the_packages_prints_and_warns_nothing() -> None:
     assert ran.stdout + ran.stderr == ""
 
 
-def readme_blocks(language: str) -> list[str]:
-    """The README's code in a language, in order."""
-    return re.findall(
-        rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL
-    )
+def blocks(language: str, document: str = "README.md") -> list[str]:
+    """A document's code in a language, in order."""
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / document).read_text(), flags=re.DOTALL)
 
 
 def test_the_training_example_of_the_readme_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    config = readme_blocks("json")[0].replace("/mnt/nvme", str(tmp_path)).replace("8GiB", "8MiB")
+    config = blocks("json")[0].replace("/mnt/nvme", str(tmp_path)).replace("8GiB", "8MiB")
     Path("ds_config.json").write_text(config)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1), Mean())
     before = model[0].weight.detach().float().clone()
-    example = readme_blocks("python")[0]
+    example = blocks("python")[0]
     names = {"model": model, "batches": [torch.ones(4, 8, dtype=torch.bfloat16)]}
     exec(example, names)
     assert not torch.equal(before, names["weights"]["0.weight"].float())  # type: ignore[index]
 
 
 def test_the_swapping_example_of_the_readme_gives_the_tensor_back(tmp_path: Path) -> None:
-    example = readme_blocks("python")[1].replace("/mnt/nvme", str(tmp_path))
+    example = blocks("python")[1].replace("/mnt/nvme", str(tmp_path))
     names: dict[str, object] = {"tensor": torch.arange(5)}
     exec(example, names)
     assert torch.equal(names["restored"], torch.arange(5))  # type: ignore[arg-type]
+
+
+def test_the_example_of_the_swappers_page_gives_the_tensor_back_twice(tmp_path: Path) -> None:
+    example = blocks("python", "docs/swapper.md")[0].replace("/mnt/nvme", str(tmp_path))
+    names: dict[str, torch.Tensor] = {}
+    exec(example, names)
+    assert torch.equal(names["restored"], names["expected"])
+    assert torch.equal(names["out"], names["expected"])
 
 
 class Mean(torch.nn.Module):
