@@ -9,7 +9,8 @@
 The modules, in the order in which bytes pass through them: `config`, `scopes`, `partition`, `plan`,
 `outline`, `unit_records`, `parameters`, `unit`, `gradients`, `schedule`, `hooks`, `loss_scale`,
 `adam`, `optimizer`, `access`, `assembly`, `engine`, `report`; `comm` and `agreement` are the way to
-other ranks, `lr_schedules` and `data` what training needs beside them, `phases` the clock.
+other ranks, `lr_schedules` and `data` what training needs beside them, `phases` the clock,
+`arguments` the command line.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler as Scheduler
 from torch.utils.data import Dataset
 
+from infinity.arguments import add_config_arguments
 from infinity.assembly import OptimizerGroups
 from infinity.comm import Communicator, init_distributed
 from infinity.config import Config, Optimizer, load_config
@@ -43,6 +45,7 @@ __all__ = [
     "EngineStats",
     "InfinityEngine",
     "Initialized",
+    "add_config_arguments",
     "init_distributed",
     "initialize",
     "load_config",
@@ -92,7 +95,7 @@ def initialize(  # noqa: PLR0913 - the arguments people already pass
         training_data: what the returned data loader deals out to the ranks, batch by batch.
         collate_fn: how it makes a batch of samples; torch's default if None.
         args: whose ``deepspeed_config`` is the configuration if there is no other, as scripts for
-            DeepSpeed have it.
+            DeepSpeed have it; see `add_config_arguments`.
         config_params: an older name of ``config``.
         dist_init_required: False: do not make a process group.
         mpu: must be None; all ranks are data-parallel.
