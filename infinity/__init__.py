@@ -10,22 +10,24 @@ The modules, in the order in which bytes pass through them: `config`, `scopes`, 
 `outline`, `unit_records`, `parameters`, `unit`, `gradients`, `schedule`, `hooks`, `loss_scale`,
 `adam`, `optimizer`, `access`, `assembly`, `engine`, `report`; `comm` and `agreement` are the way to
 other ranks, `lr_schedules` and `data` what training needs beside them, `phases` the clock,
-`arguments` the command line.
+`arguments` the command line, `absent` what is not there.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler as Scheduler
 from torch.utils.data import Dataset
 
+from infinity.absent import absence
 from infinity.arguments import add_config_arguments
 from infinity.assembly import OptimizerGroups
 from infinity.comm import Communicator, init_distributed
@@ -50,6 +52,12 @@ __all__ = [
     "initialize",
     "load_config",
 ]
+
+if not TYPE_CHECKING:  # a type checker goes on finding what is not there
+
+    def __getattr__(name: str) -> NoReturn:
+        """Say what to do instead of what DeepSpeed's package has and this one has not."""
+        raise absence(sys.modules[__name__], name)
 
 
 ConfigSource: TypeAlias = str | os.PathLike[str] | Mapping[str, object] | Config

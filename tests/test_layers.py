@@ -49,7 +49,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         *("infinity.partition", "infinity.comm", "infinity.adam"),
         *("infinity.scopes", "infinity.plan", "infinity.trace_file", "infinity.loss_scale"),
         *("infinity.phases", "infinity.sharing"),
-        *("infinity.lr_schedules", "infinity.data", "infinity.arguments"),
+        *("infinity.lr_schedules", "infinity.data", "infinity.arguments", "infinity.absent"),
     ),
     ("infinity.agreement",),
     ("infinity.parameters", "infinity.unit_records", "infinity.unit", "infinity.gradients"),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import infinity
+from infinity.absent import INSTEAD
 from tests.infinity.conftest import base_model, config_for
 from tiering.errors import ConfigError
 
@@ -40,3 +41,19 @@ def test_a_command_line_without_a_configuration_leaves_it_to_the_call(tmp_path: 
         infinity.initialize(args=args, model=base_model())
     config = config_for(tmp_path, param="none", optimizer="none")
     infinity.initialize(args=args, model=base_model(), config=config).engine.close()
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+def test_what_only_deepspeed_has_says_what_to_do_instead(name: str) -> None:
+    with pytest.raises(AttributeError) as error:
+        getattr(infinity, name)
+    assert str(error.value) == f"module 'infinity' has no attribute {name!r}: {INSTEAD[name]}"
+    assert not hasattr(infinity, name)
+
+
+def test_any_other_name_is_missing_as_usual() -> None:
+    """With all that Python makes of the error."""
+    with pytest.raises(AttributeError) as error:
+        infinity.initialise  # noqa: B018
+    assert str(error.value) == "module 'infinity' has no attribute 'initialise'"
+    assert (error.value.name, error.value.obj) == ("initialise", infinity)
