@@ -10,7 +10,7 @@ The modules, in the order in which bytes pass through them: `config`, `scopes`, 
 `outline`, `unit_records`, `parameters`, `unit`, `gradients`, `schedule`, `hooks`, `loss_scale`,
 `adam`, `optimizer`, `access`, `assembly`, `engine`, `report`; `comm` and `agreement` are the way to
 other ranks, `lr_schedules` and `data` what training needs beside them, `phases` the clock,
-`arguments` the command line, `absent` what is not there.
+`arguments` what scripts give, `absent` what is not there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler as Scheduler
 from torch.utils.data import Dataset
 
 from infinity.absent import absence
-from infinity.arguments import add_config_arguments
+from infinity.arguments import add_config_arguments, check_arguments
 from infinity.assembly import OptimizerGroups
 from infinity.comm import Communicator, init_distributed
 from infinity.config import Config, Optimizer, load_config
@@ -130,6 +130,7 @@ def initialize(  # noqa: PLR0913 - the arguments people already pass
         checked.require_resolved(
             optimizer_given=optimizer is not None, scheduler_given=lr_scheduler is not None
         )
+        check_arguments(checked, optimizer=optimizer, lr_scheduler=lr_scheduler)
         if optimizer is not None:
             groups = _from_torch(optimizer)
         else:

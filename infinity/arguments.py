@@ -1,8 +1,17 @@
-"""The command line's part in a configuration, as scripts for DeepSpeed have it."""
+"""What a script gives: on its command line, and to `initialize`.
+
+What is in the configuration and in an argument is the argument's. Nobody should have to find that
+out, nor what is used where neither has it.
+"""
 
 from __future__ import annotations
 
 import argparse
+import warnings
+from collections.abc import Iterator
+
+from infinity.config import Config, Optimizer
+from tiering.errors import TieringWarning
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -22,3 +31,44 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         "--deepspeed_config", metavar="PATH", help="JSON file with the configuration"
     )
     return parser
+
+
+def check_arguments(config: Config, *, optimizer: object, lr_scheduler: object) -> None:
+    """Check what `initialize` is given, by itself and beside the configuration.
+
+    Args:
+        config: checked.
+        optimizer: as given; None: the configuration's.
+        lr_scheduler: likewise.
+
+    Warns:
+        TieringWarning: something is given twice, or there is no optimizer.
+    """
+    for remark in _remarks(config, optimizer, lr_scheduler):
+        warnings.warn(remark, TieringWarning, stacklevel=3)  # of whoever calls initialize
+
+
+def _remarks(config: Config, optimizer: object, lr_scheduler: object) -> Iterator[str]:
+    """Which optimizer and scheduler are used, where that is not plain to see."""
+    if optimizer is None and config.optimizer is None:
+        section = Optimizer()
+        settings = ", ".join(
+            f"{key} {value}" for key, value in section.settings()._asdict().items()
+        )
+        yield (
+            "there is no optimizer, neither in the configuration nor given to initialize(), so it "
+            f"is {section.type} with {settings}; to choose, write a section such as "
+            '"optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}, or give initialize() a '
+            "torch.optim.AdamW"
+        )
+    for name, given, key, own in (
+        ("optimizer", optimizer, "optimizer", config.optimizer),
+        ("lr_scheduler", lr_scheduler, "scheduler", config.scheduler),
+    ):
+        # A section with "auto" in it is meant to be filled in by somebody else.
+        if given is not None and own is not None and "auto" not in dict(own.params).values():
+            yield (
+                f"the {name} given to initialize(), {type(given).__name__}, takes the place of "
+                f"the configuration's section {key!r} of type {own.type}, which has no effect; "
+                "leave one of the two out"
+            )

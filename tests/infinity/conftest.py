@@ -68,6 +68,11 @@ def config_for(path: Path, *, param: str = "nvme", optimizer: str = "nvme", **ex
     }
 
 
+def without_optimizer(config: Config) -> Config:
+    """The configuration for a test that gives `initialize` an optimizer of its own."""
+    return {key: value for key, value in config.items() if key != "optimizer"}
+
+
 def train(
     model: nn.Module,
     config: Config,

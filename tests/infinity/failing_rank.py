@@ -13,7 +13,13 @@ import torch
 from torch import nn
 
 import infinity
-from tests.infinity.conftest import base_loss, base_model, config_for, samples
+from tests.infinity.conftest import (
+    base_loss,
+    base_model,
+    config_for,
+    samples,
+    without_optimizer,
+)
 
 RANK = int(os.environ["RANK"])
 
@@ -101,6 +107,7 @@ def main(kind: str, path: str, own_path: str) -> None:
     optimizer = None
     if kind == "optimizer":
         optimizer = torch.optim.AdamW(list(model.parameters())[RANK:])
+        config = without_optimizer(config)
     engine, *_ = infinity.initialize(model=model, config=config, optimizer=optimizer)
     try:
         with engine if kind == "throw within with" else nullcontext():

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.optim.lr_scheduler import ConstantLR
 
 import infinity
 from infinity.absent import INSTEAD
-from tests.infinity.conftest import base_model, config_for
-from tiering.errors import ConfigError
+from tests.infinity.conftest import Config, base_model, config_for, without_optimizer
+from tiering.errors import ConfigError, TieringWarning
 
 
 def parser() -> argparse.ArgumentParser:
@@ -57,3 +61,56 @@ def test_any_other_name_is_missing_as_usual() -> None:
         infinity.initialise  # noqa: B018
     assert str(error.value) == "module 'infinity' has no attribute 'initialise'"
     assert (error.value.name, error.value.obj) == ("initialise", infinity)
+
+
+def in_memory(path: Path, **extra: Any) -> Config:
+    """A configuration that touches no drive; it has an optimizer."""
+    return config_for(path, param="none", optimizer="none", **extra)
+
+
+def told(config: Config, **arguments: Any) -> list[str]:
+    """What is warned of while an engine is made."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        infinity.initialize(model=base_model(), config=config, **arguments).engine.close()
+    assert all(w.category is TieringWarning for w in caught)
+    return [str(w.message) for w in caught]
+
+
+def test_without_an_optimizer_the_one_that_is_used_is_told(tmp_path: Path) -> None:
+    """It is what an empty section means, and it trains."""
+    [line] = told(without_optimizer(in_memory(tmp_path)))
+    assert "it is AdamW with lr 0.001, betas (0.9, 0.999), eps 1e-08, weight_decay 0.0" in line
+    assert told(in_memory(tmp_path) | {"optimizer": {}}) == []
+
+
+def test_an_optimizer_that_is_given_twice_is_told_with_both() -> None:
+    """The object is used; a section that waits to be filled in asks for it."""
+    model = base_model()
+    own = torch.optim.AdamW(model.parameters(), lr=0.5)
+    section = {"type": "Adam", "params": {"lr": 1e-4}}
+    with pytest.warns(TieringWarning) as caught:
+        engine, *_ = infinity.initialize(model=model, config={"optimizer": section}, optimizer=own)
+    with engine:
+        assert engine.get_lr() == [0.5]
+    [line] = [str(w.message) for w in caught]
+    assert line == (
+        "the optimizer given to initialize(), AdamW, takes the place of the configuration's "
+        "section 'optimizer' of type Adam, which has no effect; leave one of the two out"
+    )
+    model, section["params"] = base_model(), {"lr": "auto"}
+    own = torch.optim.AdamW(model.parameters())
+    infinity.initialize(model=model, config={"optimizer": section}, optimizer=own).engine.close()
+
+
+def test_a_scheduler_that_is_given_twice_is_told_with_both(tmp_path: Path) -> None:
+    def constant(optimizer: torch.optim.Optimizer) -> ConstantLR:
+        return ConstantLR(optimizer)
+
+    config = in_memory(tmp_path, scheduler={"type": "WarmupLR"})
+    assert told(config) == []
+    [line] = told(config, lr_scheduler=constant)
+    assert line == (
+        "the lr_scheduler given to initialize(), function, takes the place of the configuration's "
+        "section 'scheduler' of type WarmupLR, which has no effect; leave one of the two out"
+    )

@@ -11,7 +11,13 @@ from torch import nn
 
 import infinity
 from infinity.config import load_config
-from tests.infinity.conftest import Config, base_model, config_for, train
+from tests.infinity.conftest import (
+    Config,
+    base_model,
+    config_for,
+    train,
+    without_optimizer,
+)
 from tiering.errors import ConfigError
 
 
@@ -152,7 +158,7 @@ def test_an_optimizer_that_is_not_adam_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="SGD"):
         infinity.initialize(
             model=model,
-            config=config_for(tmp_path),
+            config=without_optimizer(config_for(tmp_path)),
             optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
         )
 

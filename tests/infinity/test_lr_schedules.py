@@ -28,7 +28,14 @@ from infinity.lr_schedules import (
     WarmupLR,
     scheduler_of,
 )
-from tests.infinity.conftest import assert_equal, base_batches, base_loss, base_model, config_for
+from tests.infinity.conftest import (
+    assert_equal,
+    base_batches,
+    base_loss,
+    base_model,
+    config_for,
+    without_optimizer,
+)
 from tiering.errors import ConfigError, TieringWarning
 
 Params = dict[str, Any]
@@ -471,7 +478,7 @@ def test_a_schedule_made_for_the_users_optimizer_steers_the_engines(tmp_path: Pa
     scheduler = OneCycle(own, **CYCLE, cycle_first_step_size=2)
     engine, optimizer, *_ = infinity.initialize(
         model=model,
-        config=config_for(tmp_path, param="cpu", optimizer="cpu"),
+        config=without_optimizer(config_for(tmp_path, param="cpu", optimizer="cpu")),
         optimizer=own,
         lr_scheduler=scheduler,
     )

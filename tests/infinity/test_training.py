@@ -21,6 +21,7 @@ from tests.infinity.conftest import (
     base_model,
     config_for,
     train,
+    without_optimizer,
 )
 
 DEVICES = ["none", "cpu", "nvme"]
@@ -43,7 +44,7 @@ def test_the_fused_kernel_equals_torchs_fused_kernel(tmp_path: Path) -> None:
     _, expected = Reference(model, fused=True).train(5)
     _, weights = train(
         model,
-        config_for(tmp_path),
+        without_optimizer(config_for(tmp_path)),
         steps=5,
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
     )
@@ -268,7 +269,7 @@ def test_a_scheduler_given_to_initialize_steers_the_rate(way: str, tmp_path: Pat
     own = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine, _, _, returned = infinity.initialize(
         model=model,
-        config=config_for(tmp_path),
+        config=without_optimizer(config_for(tmp_path)),
         optimizer=own,
         lr_scheduler=warm_up if way == "function" else warm_up(own),
     )
