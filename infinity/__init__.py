@@ -130,7 +130,13 @@ def initialize(  # noqa: PLR0913 - the arguments people already pass
         checked.require_resolved(
             optimizer_given=optimizer is not None, scheduler_given=lr_scheduler is not None
         )
-        check_arguments(checked, optimizer=optimizer, lr_scheduler=lr_scheduler)
+        check_arguments(
+            checked,
+            model=model,
+            model_parameters=model_parameters,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+        )
         if optimizer is not None:
             groups = _from_torch(optimizer)
         else:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
 
 from infinity.config import Config, Optimizer
-from tiering.errors import TieringWarning
+from tiering.errors import ConfigError, TieringWarning
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -33,19 +36,47 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
-def check_arguments(config: Config, *, optimizer: object, lr_scheduler: object) -> None:
+def check_arguments(
+    config: Config,
+    *,
+    model: object,
+    model_parameters: object,
+    optimizer: object,
+    lr_scheduler: object,
+) -> None:
     """Check what `initialize` is given, by itself and beside the configuration.
 
     Args:
         config: checked.
-        optimizer: as given; None: the configuration's.
-        lr_scheduler: likewise.
+        model: as given; the others likewise.
+        model_parameters: None: all.
+        optimizer: None: the configuration's.
+        lr_scheduler: None: the configuration's.
+
+    Raises:
+        ConfigError: the model is none, or the parameters are none.
 
     Warns:
         TieringWarning: something is given twice, or there is no optimizer.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model must be a torch.nn.Module, got {model!r:.100}; give the model itself, not what "
+            "makes it"
+        )
+    if model_parameters is not None and not _may_be_parameters(model_parameters):
+        raise ConfigError(
+            "model_parameters must be parameters, or groups of them, got a "
+            f"{type(model_parameters).__name__}; give model.parameters(), or leave it out to train "
+            "all"
+        )
     for remark in _remarks(config, optimizer, lr_scheduler):
         warnings.warn(remark, TieringWarning, stacklevel=3)  # of whoever calls initialize
+
+
+def _may_be_parameters(value: object) -> bool:
+    """A module or a tensor may be iterable as well, but not over parameters."""
+    return isinstance(value, Iterable) and not isinstance(value, (nn.Module, torch.Tensor))
 
 
 def _remarks(config: Config, optimizer: object, lr_scheduler: object) -> Iterator[str]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import ConstantLR
 
 import infinity
@@ -114,3 +116,32 @@ def test_a_scheduler_that_is_given_twice_is_told_with_both(tmp_path: Path) -> No
         "the lr_scheduler given to initialize(), function, takes the place of the configuration's "
         "section 'scheduler' of type WarmupLR, which has no effect; leave one of the two out"
     )
+
+
+@pytest.mark.parametrize(
+    ("model", "shown"),
+    [(base_model, "<function base_model at 0x"), (nn.Linear, "<class '"), (None, "None")],
+)
+def test_what_is_no_model_is_refused(model: object, shown: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model must be a torch\.nn\.Module, got ") as error:
+        infinity.initialize(model=model, config=in_memory(tmp_path))
+    assert f"got {shown}" in str(error.value)
+    assert "give the model itself, not what makes it" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda model: model, "Sequential"),
+        (lambda model: model[0], "Embedding"),
+        (lambda model: model[0].weight, "Parameter"),
+        (lambda model: model.parameters, "method"),
+    ],
+)
+def test_what_are_no_parameters_is_refused(
+    make: Callable[[nn.Module], object], kind: str, tmp_path: Path
+) -> None:
+    """Though some of it can be iterated over."""
+    model = base_model()
+    with pytest.raises(ConfigError, match=rf"got a {kind}; give model\.parameters\(\)"):
+        infinity.initialize(model=model, config=in_memory(tmp_path), model_parameters=make(model))
