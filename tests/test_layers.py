@@ -32,7 +32,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("tiering.planner", "tiering.prefetch"),
     ("tiering.swapper",),
     ("tiering",),
-    ("infinity.config.fields",),
+    ("infinity.config.spelling", "infinity.config.fields"),
     ("infinity.config.paths",),
     (
         *("infinity.config.batch", "infinity.config.precision", "infinity.config.optimizer"),

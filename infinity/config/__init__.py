@@ -6,8 +6,8 @@ what to use instead; docs/config.md has them all. Any other key is refused with 
 named, so that a misspelt key never passes for a setting. All problems of a file are reported
 together.
 
-The modules, from the ground up: `fields`, one for each section, `root`, `names`, `loading`;
-`reference` writes the document.
+The modules, from the ground up: `spelling`, `fields`, one for each section, `root`, `names`,
+`loading`; `reference` writes the document.
 """
 
 from __future__ import annotations

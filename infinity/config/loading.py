@@ -9,6 +9,7 @@ import copy
 import json
 import math
 import os
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,7 @@ from pydantic_core import ErrorDetails
 from infinity.config.fields import NoEffect, Section
 from infinity.config.names import mark_of, own_parts, suggestion
 from infinity.config.root import Config, disagreements
+from infinity.config.spelling import did_you_mean, nearest
 from tiering.errors import ConfigError, TieringWarning
 
 Raw: TypeAlias = dict[str, Any]
@@ -215,7 +217,9 @@ def _in_words(problem: ErrorDetails, place: str) -> str:
     if kind in {"model_type", "model_attributes_type", "dict_type"}:
         return f"must be a section in braces, got {problem['input']!r}"
     if kind == "union_tag_invalid":
-        return f"must be one of {context['expected_tags']}, got {context['tag']!r}"
+        meant = nearest(context["tag"], re.findall(r"'(\w+)'", context["expected_tags"]))
+        wrong = f"must be one of {context['expected_tags']}, got {context['tag']!r}"
+        return wrong + did_you_mean(meant)
     if kind == "value_error":
         return problem["msg"].removeprefix("Value error, ")
     return f"{problem['msg'].replace('Input should be', 'must be')}, got {problem['input']!r}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from typing import Final, Literal, NamedTuple, get_args
 
@@ -10,6 +9,7 @@ from pydantic.fields import FieldInfo
 
 from infinity.config.fields import NoEffect, Refused, Section
 from infinity.config.root import Config
+from infinity.config.spelling import did_you_mean, nearest
 
 Kind = Literal["honoured", "no effect", "refused"]
 
@@ -85,12 +85,12 @@ def own_parts(location: tuple[int | str, ...]) -> Iterator[int | str]:
 def suggestion(place: str) -> str:
     """What may have been meant by an unknown key."""
     known = list(all_keys())
-    close = difflib.get_close_matches(place, known, n=1, cutoff=0.85)
-    if not close:
-        leaf = place.rsplit(".", 1)[-1]
+    close = nearest(place, known)
+    if close is None:
         leaves = {key.rsplit(".", 1)[-1]: key for key in reversed(known)}
-        close = [leaves[n] for n in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.85)]
-    return f"; did you mean {close[0]!r}?" if close else "; it is not supported (yet)"
+        leaf = nearest(place.rsplit(".", 1)[-1], leaves)
+        close = leaf and leaves[leaf]
+    return did_you_mean(close) or "; it is not supported (yet)"
 
 
 _BARE: Final = NoEffect("")

@@ -16,6 +16,7 @@ from infinity.config.fields import (
     anything,
     given,
 )
+from infinity.config.spelling import did_you_mean, nearest
 from tiering.errors import ConfigError
 
 TORCH_DECOUPLED_DECAY: Final = 0.01
@@ -31,10 +32,11 @@ def _type(value: object) -> object:
         return value
     if value.lower() not in names:
         kernel = value.lower().removeprefix("deepspeed").removeprefix("fused").removeprefix("cpu")
-        hint = f"; write {names[kernel]!r}" if kernel in names else ""
-        raise ValueError(
-            f"there are 'Adam' and 'AdamW', got {value!r}{hint or ', whose state is not paged yet'}"
-        )
+        if kernel in names:
+            hint = f"; write {names[kernel]!r}"
+        else:
+            hint = did_you_mean(nearest(value, names.values())) or ", whose state is not paged yet"
+        raise ValueError(f"there are 'Adam' and 'AdamW', got {value!r}{hint}")
     return names[value.lower()]
 
 

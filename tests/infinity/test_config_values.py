@@ -72,6 +72,23 @@ BROKEN = {
             "optimizer.params.cuda_aware: unknown key; it is not supported (yet)",
         ],
     ),
+    "types misspelt": (
+        {"optimizer": {"type": "Adamm"}, "scheduler": {"type": "WarmupLRR"}},
+        [
+            ("optimizer.type: there are 'Adam' and 'AdamW', got 'Adamm'; did you mean 'Adam'?"),
+            (
+                "scheduler.type: must be one of 'WarmupLR', 'WarmupDecayLR', 'WarmupCosineLR', "
+                "'OneCycle', 'LRRangeTest', got 'WarmupLRR'; did you mean 'WarmupLR'?"
+            ),
+        ],
+    ),
+    "a kernel of an optimizer, and a key in large letters": (
+        {"optimizer": {"type": "FusedAdam"}, "Train_Batch_Size": 8},
+        [
+            "optimizer.type: there are 'Adam' and 'AdamW', got 'FusedAdam'; write 'Adam'",
+            "Train_Batch_Size: unknown key; did you mean 'train_batch_size'?",
+        ],
+    ),
     "a schedule without its length": (
         {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_step": 10}}},
         [
