@@ -71,7 +71,9 @@ class BatchSizes(Section):
             name, value = "gradient_accumulation_steps", steps
         else:
             name, value = "train_micro_batch_size_per_gpu", micro
+        unit = value * ranks
         return (
             f"train_batch_size {train} cannot be divided by {name} x ranks, which is "
-            f"{value} x {ranks} = {value * ranks}"
+            f"{value} x {ranks} = {unit}; make it a multiple of that, such as "
+            f"{-(-train // unit) * unit}, or leave it out"
         )

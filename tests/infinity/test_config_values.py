@@ -273,21 +273,21 @@ def test_batch_sizes_complete_each_other(sizes: tuple[object, ...], expected: Ba
             (18, 4, "auto"),
             (
                 "train_batch_size 18 cannot be divided by train_micro_batch_size_per_gpu x ranks, "
-                "which is 4 x 4 = 16"
+                "which is 4 x 4 = 16; make it a multiple of that, such as 32, or leave it out"
             ),
         ),
         (
             (18, "auto", 2),
             (
                 "train_batch_size 18 cannot be divided by gradient_accumulation_steps x ranks, "
-                "which is 2 x 4 = 8"
+                "which is 2 x 4 = 8; make it a multiple of that, such as 24, or leave it out"
             ),
         ),
         (
             (2, "auto", "auto"),
             (
                 "train_batch_size 2 cannot be divided by gradient_accumulation_steps x ranks, "
-                "which is 1 x 4 = 4"
+                "which is 1 x 4 = 4; make it a multiple of that, such as 4, or leave it out"
             ),
         ),
     ],
