@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -97,7 +99,7 @@ def test_records_that_stay_fit_their_room_and_are_spread_evenly(
     for nbytes, stayed in zip(sizes_bytes, chosen, strict=True):
         met_bytes += nbytes
         kept_bytes += nbytes * stayed
-        share = min(1.0, room_bytes / sum(sizes_bytes))
+        share = Fraction(room_bytes, max(room_bytes, sum(sizes_bytes)))
         assert kept_bytes <= share * met_bytes
         assert kept_bytes > share * met_bytes - 2 * max(sizes_bytes)
     if room_bytes >= sum(sizes_bytes):
