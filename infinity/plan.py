@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 from infinity.partition import ALIGN_NUMEL, Extent, tiles
 from tiering.errors import ConfigError
 from tiering.records import ALIGNMENT_BYTES, aligned_bytes
+from tiering.sizes import write_bytes
 from tiering.spec import Tier
 
 STATE_BYTES = 12  # master, exp_avg, exp_avg_sq of one element
@@ -20,6 +21,7 @@ TILE_NUMEL = 2**19  # a few tiles of 6 MiB keep a drive's queue full; larger one
 _LEAST_TILE_NUMEL = 2**14
 _TILES = 6  # one is updated, some are read, some written; more and smaller ones cost more turns
 _SHARDS = 2  # beside those in use: one is read ahead, one published
+_WRITTEN_IN_MIB_BYTES = 2**24  # from here on what rounding up to a MiB adds is little
 _TENSORS_A_TILE = 4  # in DeepSpeed's counting: master, exp_avg, exp_avg_sq, gradient
 
 
@@ -160,7 +162,8 @@ def make_plan(
         return Plan(budget_bytes, fitting, gradient_home, 0, 0, tuple(sizes.terms(fitting)))
     fitting = _fitting_tile(budget_bytes - _total(sizes.terms(0, spilling=True)))
     if fitting < least:
-        raise ConfigError(_too_small(sizes.terms(least, spilling=True), budget_bytes))
+        ways = (sizes.terms(least), sizes.terms(least, spilling=True))
+        raise ConfigError(_too_small(min(ways, key=_total), budget_bytes))
     tile_numel = min(most, fitting)
     held = sizes.terms(tile_numel, spilling=True)
     return Plan(budget_bytes, tile_numel, Tier.NVME, 0, 0, tuple(held))
@@ -352,7 +355,7 @@ class _Sizes:
             more = min(wanted, self._tile_count(tile_numel)) - _TILES
             if more > 0:
                 tile = aligned_bytes(tile_numel * STATE_BYTES)
-                terms.append((f"{more} more tiles, as configured", more * tile))
+                terms.append(("more buffers for optimizer state, as configured", more * tile))
         return terms
 
     def resident(self, numel: int) -> _Term:
@@ -413,10 +416,10 @@ class _Sizes:
             active += len(self._model.units) * ALIGNMENT_BYTES  # rounding, at the very most
             largest = max((self._shard_bytes(u) for u in self._model.units), default=0)
             terms.append(("weights in use at once", aligned_bytes(active)))
-            terms.append((f"{_SHARDS} of the largest shard", _SHARDS * largest))
+            terms.append(("weights being read ahead and written", _SHARDS * largest))
         if tiers.tiles is Tier.NVME and self._paged():
             tile = aligned_bytes(tile_numel * STATE_BYTES)
-            terms.append((f"{_TILES} tiles of {tile_numel} elements", _TILES * tile))
+            terms.append(("optimizer state on its way from and to the drive", _TILES * tile))
         return terms
 
     def _trained(self) -> Iterator[UnitSize]:
@@ -440,8 +443,11 @@ def _total(terms: Sequence[_Term]) -> int:
 
 
 def _too_small(terms: Sequence[_Term], budget_bytes: int) -> str:
+    least_bytes = _total(terms)
+    unit_bytes = 2**20 if least_bytes > _WRITTEN_IN_MIB_BYTES else 2**10
+    enough = write_bytes(-(-least_bytes // unit_bytes) * unit_bytes)
     return (
         f"tiering.host_memory is {budget_bytes:,} bytes, which cannot hold what must be in host "
-        f"memory at once:{sum_of(terms)}\n  {_total(terms):>16,} bytes  together: the smallest "
-        "budget that would do"
+        f'memory at once; set it to at least "{enough}":{sum_of(terms)}\n  {least_bytes:>16,} bytes'
+        "  together: the smallest budget that would do"
     )

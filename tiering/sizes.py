@@ -10,6 +10,7 @@ from tiering.errors import ConfigError
 _FACTORS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
     _FACTORS |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
+_UNITS: Final = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -31,10 +32,18 @@ def parse_bytes(text: str) -> int:
 
 def format_bytes(nbytes: int) -> str:
     """A size with the largest binary unit that does not make it less than one."""
-    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+    for name, unit in _UNITS.items():
         if nbytes >= unit:
             return f"{nbytes / unit:.2f}".rstrip("0").rstrip(".") + f" {name}"
     return f"{nbytes} bytes"
+
+
+def write_bytes(nbytes: int) -> str:
+    """A size as `parse_bytes` reads it back, in the largest binary unit that divides it."""
+    for name, unit in _UNITS.items():
+        if nbytes % unit == 0:
+            return f"{nbytes // unit}{name}"
+    return str(nbytes)
 
 
 def power_of_two_above(value: int) -> int:

@@ -18,7 +18,13 @@ from bench.job import Job, Op
 from bench.report import write_json
 from bench.workload import Bandwidth, rank, walk
 from tiering.errors import ConfigError
-from tiering.sizes import format_bytes, parse_bytes, power_of_two_above, power_of_two_below
+from tiering.sizes import (
+    format_bytes,
+    parse_bytes,
+    power_of_two_above,
+    power_of_two_below,
+    write_bytes,
+)
 
 JOBS = st.builds(
     Job,
@@ -42,6 +48,16 @@ def test_sizes_are_read_as_people_write_them(text: str, nbytes: int) -> None:
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_bytes(text)
+
+
+@given(st.one_of(st.integers(1, 2**50), st.integers(1, 2**10).map(lambda n: n * 2**20)))
+def test_a_size_that_is_written_is_read_back(nbytes: int) -> None:
+    assert parse_bytes(write_bytes(nbytes)) == nbytes
+
+
+def test_sizes_are_written_in_the_largest_unit_that_divides_them() -> None:
+    sizes = (5, 2**12, 39 * 2**20, 3 * 2**30, 2**41)
+    assert [write_bytes(n) for n in sizes] == ["5", "4KiB", "39MiB", "3GiB", "2TiB"]
 
 
 @given(st.integers(1, 2**50))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
 
 import pytest
@@ -22,6 +23,7 @@ from infinity.plan import (
     stays,
 )
 from tiering.errors import ConfigError
+from tiering.sizes import parse_bytes
 from tiering.spec import Tier
 
 BF16 = ElementBytes(storage_bytes=2, gradient_bytes=2)
@@ -54,6 +56,24 @@ def test_a_smaller_budget_makes_smaller_tiles_then_spills_gradients_then_is_refu
     make_plan(MODEL, ALL_NVME, Wishes(budget_bytes=smallest))
     with pytest.raises(ConfigError):
         make_plan(MODEL, ALL_NVME, Wishes(budget_bytes=smallest - 1))
+
+
+@pytest.mark.parametrize(
+    ("model", "unit"),
+    [(MODEL, "MiB"), (ModelSize([UnitSize(64, True, BF16)], 128, storage_bytes=2), "KiB")],
+)
+def test_a_refused_budget_is_told_the_least_that_would_do_as_people_write_it(
+    model: ModelSize, unit: str
+) -> None:
+    """To the unit; the words are those of the documents for users."""
+    with pytest.raises(ConfigError) as refused:
+        make_plan(model, ALL_NVME, Wishes(budget_bytes=4096))
+    [enough] = re.findall(rf'set it to at least "(\d+{unit})"', str(refused.value))
+    make_plan(model, ALL_NVME, Wishes(budget_bytes=parse_bytes(enough)))
+    less = parse_bytes(enough) - parse_bytes(f"1{unit}")
+    with pytest.raises(ConfigError):
+        make_plan(model, ALL_NVME, Wishes(budget_bytes=less))
+    assert not re.search("tile|shard|unit", str(refused.value))
 
 
 @given(
