@@ -33,6 +33,7 @@ from bench.small import SmallPlan, small
 from bench.sweep import Grid, jobs_of, sweep
 from bench.table import TablePlan, table
 from bench.table import jobs_of as jobs_of_table
+from tiering.aio import AioConfig
 from tiering.aio.config import BACKENDS
 from tiering.errors import ConfigError, SpaceError, TieringError, TieringWarning
 from tiering.sizes import parse_bytes
@@ -359,7 +360,7 @@ def _add_sweep(parser: argparse.ArgumentParser) -> None:
     _add_ops(parser)
     parser.add_argument(
         "--block-size",
-        type=_sizes,
+        type=_block_sizes,
         default=(2**18, 2**20, 2**22),
         help="sizes, separated by commas (default: 256KiB,1MiB,4MiB)",
     )
@@ -407,7 +408,7 @@ def _add_one_job(parser: argparse.ArgumentParser) -> None:
 
 def _add_blocks(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--block-size", type=_size, default=2**20, help="of one transfer (default: 1MiB)"
+        "--block-size", type=_block_size, default=2**20, help="of one transfer (default: 1MiB)"
     )
     parser.add_argument(
         "--queue-depth",
@@ -492,6 +493,20 @@ def _count(text: str) -> int:
 
 def _sizes(text: str) -> tuple[int, ...]:
     return _unique([_size(part) for part in text.split(",")])
+
+
+def _block_size(text: str) -> int:
+    """One that the engine takes; what is wrong with another is said under the option's name."""
+    nbytes = _size(text)
+    try:
+        return AioConfig(block_bytes=nbytes).block_bytes
+    except ConfigError as error:
+        message = str(error).removeprefix("block_bytes ")
+        raise argparse.ArgumentTypeError(message) from error
+
+
+def _block_sizes(text: str) -> tuple[int, ...]:
+    return _unique([_block_size(part) for part in text.split(",")])
 
 
 def _counts(text: str) -> tuple[int, ...]:

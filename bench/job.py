@@ -17,7 +17,13 @@ from typing import Final, Literal
 from tiering.aio import AioConfig
 from tiering.aio.config import BackendName
 from tiering.errors import ConfigError
-from tiering.sizes import format_bytes, is_power_of_two, power_of_two_above, power_of_two_below
+from tiering.sizes import (
+    format_bytes,
+    is_power_of_two,
+    power_of_two_above,
+    power_of_two_below,
+    write_bytes,
+)
 
 Op = Literal["read", "write", "mixed"]
 Cache = Literal["direct", "buffered"]
@@ -91,10 +97,12 @@ class Job:
 
     def __post_init__(self) -> None:
         self.config()
-        if self.size_bytes < self.block_bytes or self.size_bytes % self.block_bytes:
+        blocks = round(self.size_bytes / self.block_bytes) or 1
+        if self.size_bytes != blocks * self.block_bytes:
             raise ConfigError(
                 f"a file of {self.size_bytes} bytes is not a multiple of blocks of "
-                f"{self.block_bytes} bytes; change --size or --block-size"
+                f"{self.block_bytes} bytes; the nearest that is has --size "
+                f"{write_bytes(blocks * self.block_bytes)}; use that, or change --block-size"
             )
         asked_bytes = self.asked_request_bytes
         if asked_bytes and not (is_power_of_two(asked_bytes) and asked_bytes >= self.block_bytes):

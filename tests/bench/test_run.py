@@ -146,8 +146,10 @@ def test_a_file_system_in_memory_works(bench: Command) -> None:
     ("arguments", "words"),
     [
         (["--size", "5000TiB"], ["not enough room", "bytes", "--size"]),
-        (["--size", "300KiB"], ["not a multiple of blocks"]),
-        (["--block-size", "96KiB"], ["power of two"]),
+        (["--size", "300KiB"], ["not a multiple of blocks", "nearest", "--size 256KiB;"]),
+        (["--size", "10TB"], ["not a multiple of blocks", "nearest", "--size 9765625088KiB;"]),
+        (["--block-size", "96KiB"], ["argument --block-size: must be a power of two, got 98304"]),
+        (["--block-size", "1000"], ["argument --block-size: must be 4096 to", "got 1000"]),
         (["--request-size", "96KiB"], ["power of two"]),
         (["--queue-depth", "5000"], ["queue_depth", "4096"]),
         (["--size", "many"], ["is no size"]),
