@@ -23,6 +23,7 @@ import re
 import secrets
 import shutil
 import tempfile
+import warnings
 import weakref
 from pathlib import Path
 from types import TracebackType
@@ -30,7 +31,7 @@ from typing import Final
 
 from typing_extensions import Self
 
-from tiering.errors import ConfigError, TransferError
+from tiering.errors import ConfigError, TieringWarning, TransferError
 
 _PREFIX: Final = "tiering"
 _NAME: Final = re.compile(rf"{_PREFIX}-(?P<host>[A-Za-z0-9_.]{{0,16}})-\d+-[0-9a-f]{{8}}")
@@ -55,6 +56,9 @@ class SwapFolder:
 
     Raises:
         ConfigError: no path, not a directory, or nothing can be written there.
+
+    Warns:
+        TieringWarning: the folder around the root was missing as well.
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
@@ -152,6 +156,7 @@ def _usable_root(root: str | os.PathLike[str]) -> Path:
         raise ConfigError("no path was given for the record files; name a directory on a drive")
     path = Path(root).absolute()
     try:
+        is_parent_missing = not path.parent.exists()
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             pass
@@ -164,6 +169,13 @@ def _usable_root(root: str | os.PathLike[str]) -> Path:
             f"cannot keep record files under {path}: {error.strerror} ({_errno_name(error)}); "
             f"name a directory that user {os.geteuid()} can write to"
         ) from error
+    if is_parent_missing:
+        warnings.warn(
+            f"{path} has been made for the record files, and {path.parent} with it, which was "
+            "missing too; if that should be a drive, look at the name, and whether it is mounted",
+            TieringWarning,
+            stacklevel=3,
+        )
     return path
 
 

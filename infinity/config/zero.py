@@ -39,7 +39,7 @@ class OffloadParam(AutoSection):
     device: OffloadDevice = "none"
     """none: next to the compute; cpu: in the host arena; nvme: on the drive."""
     nvme_path: str | None = None
-    """Folder on the drive; needed with nvme."""
+    """Folder on the drive; needed with nvme; made if missing."""
     pin_memory: Annotated[bool, _PINNED] = True
     buffer_count: Positive | Auto = "auto"
     """With buffer_size: room for weights on their way. auto: 5, as DeepSpeed has it."""
@@ -61,7 +61,7 @@ class OffloadOptimizer(AutoSection):
     device: OffloadDevice = "none"
     """none: next to the compute; cpu: in the host arena; nvme: on the drive."""
     nvme_path: str | None = None
-    """Folder on the drive; needed with nvme."""
+    """Folder on the drive; needed with nvme; made if missing."""
     pin_memory: Annotated[bool, _PINNED] = True
     buffer_count: Positive | Auto = "auto"
     """Where `tiering.host_memory` is auto: tensors of a tile's size that have room on their way,

@@ -141,7 +141,7 @@ def test_a_path_that_cannot_be_used_is_refused_before_anything_moves(tmp_path: P
     with pytest.raises(ConfigError, match="file"):
         infinity.initialize(model=model, config=config_for(blocked))
     assert all(type(p) is nn.Parameter for p in model.parameters())
-    train(model, config_for(tmp_path / "new" / "folder"), steps=1)
+    train(model, config_for(tmp_path / "folder"), steps=1)
 
 
 def test_a_budget_that_cannot_do_is_refused_with_the_sum(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tiering import folder
-from tiering.errors import ConfigError
+from tiering.errors import ConfigError, TieringWarning
 from tiering.folder import SwapFolder
 
 NOBODY = 65534
@@ -214,14 +214,6 @@ def test_many_openers_at_once_never_remove_each_others_folder(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_missing_path_is_made(tmp_path: Path) -> None:
-    """With the directories above it."""
-    root = tmp_path / "a" / "b"
-    with SwapFolder(root) as held:
-        assert held.path.parent == root
-    assert root.is_dir()
-
-
 def test_a_path_that_is_a_file_is_refused_by_name(tmp_path: Path) -> None:
     """The message says which part of the path is none."""
     file = tmp_path / "file"
@@ -267,3 +259,13 @@ def test_a_path_that_cannot_be_written_is_refused_with_the_reason(public_path: P
     for root, line in zip((public_path, public_path / "below"), printed, strict=True):
         assert f"under {root}: Permission denied (EACCES)" in line
         assert "can write to" in line
+
+
+def test_a_missing_folder_is_made_and_one_missing_around_it_is_told(tmp_path: Path) -> None:
+    """The first is a new folder on a drive, the second more likely a drive misspelt."""
+    with SwapFolder(tmp_path / "new") as held:
+        assert held.root == tmp_path / "new"
+    message = f"{tmp_path}/drvie/states has been made .*, and {tmp_path}/drvie with it"
+    with pytest.warns(TieringWarning, match=message):
+        SwapFolder(tmp_path / "drvie" / "states").close()
+    SwapFolder(tmp_path / "drvie" / "states").close()
