@@ -477,9 +477,9 @@ def _open_drive(
     closing.callback(engine.close, timeout_s)
     speeds = [gb_per_s for gb_per_s in paths.values() if gb_per_s is not None]
     volumes = make_volumes(folders, engine, gb_per_s=speeds or None, timeout_s=timeout_s)
-    tier = NvmeTier(volumes, engine)
+    tier = NvmeTier(volumes, engine, patience_s=timeout_s)
     closing.callback(tier.close)
-    closing.callback(engine.close, timeout_s)  # again: before the tier, which waits without end
+    closing.callback(engine.close, timeout_s)  # again: before the tier, which waits for each file
     return Drive(engine, tier)
 
 

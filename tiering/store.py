@@ -133,34 +133,33 @@ def _nothing() -> None:
 
 
 class Lease:
-    """The right to use a record's tensors, until `release` or the end of a ``with`` block."""
+    """The right to use a record's tensors, until `release` or the end of a ``with`` block.
+
+    Its attributes are the store's, which ends it: an interrupt leaves it whole or ended.
+    """
 
     def __init__(self, store: TieredStore, entry: Entry, access: Access) -> None:
         slot = entry.filling if access is Access.OVERWRITE else entry.slot
         assert slot is not None
         self._store = store
-        self._entry = entry
-        self._access = access
-        self._slot: Slot | DeviceSlot | None = slot
-        self._tensors: dict[str, torch.Tensor] = {}
+        self.entry = entry
+        self.access = access
+        self.slot: Slot | DeviceSlot | None = slot
+        self.views: dict[str, torch.Tensor] = {}
         if access is Access.READ:  # the record may get another slot: these keep this one
-            self._tensors = slot.tensors(entry.spec)
+            self.views = slot.tensors(entry.spec)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """The tensor of that name. A view of it may outlive the lease and keeps its memory."""
         slot = self._open_slot()
-        if not self._tensors:
-            self._tensors = slot.tensors(self._entry.spec)
-        return self._tensors[name]
+        if not self.views:
+            self.views = slot.tensors(self.entry.spec)
+        return self.views[name]
 
     def _open_slot(self) -> Slot | DeviceSlot:
-        if self._slot is None:
-            raise RecordError(f"record {self._entry.spec.key!r}: the lease was released")
-        return self._slot
-
-    def _end(self) -> None:
-        self._slot = None
-        self._tensors = {}
+        if self.slot is None:
+            raise RecordError(f"record {self.entry.spec.key!r}: the lease was released")
+        return self.slot
 
     def release(self) -> None:
         """End the use; what was written is the record's contents now. Twice is once.
@@ -169,10 +168,9 @@ class Lease:
             TransferTimeoutError: a transfer of the contents before did not end in time. The lease
                 is as it was, and may be released again.
         """
-        if self._slot is not None:
-            self._store.settle_old(self._entry, self._access)
-            self._end()
-            self._store.commit(self._entry, self._access)
+        if self.slot is not None:
+            self._store.settle_old(self.entry, self.access)
+            self._store.commit(self)
 
     def release_behind(self, hop: Hop | None, then: Callable[[], None] = _nothing) -> None:
         """End the use when a copy from or to the device has been made, without waiting for it.
@@ -190,22 +188,21 @@ class Lease:
     @property
     def key(self) -> str:
         """Of the record."""
-        return self._entry.spec.key
+        return self.entry.spec.key
 
     @property
     def is_in_arena(self) -> bool:
         """Whether its end would make room there."""
-        return isinstance(self._slot, Slot)
+        return isinstance(self.slot, Slot)
 
     def whole(self) -> torch.Tensor:
         """All tensors of the record as one, uint8, of which `RecordSpec.views` makes them again."""
-        return self._open_slot().tensors(self._entry.spec.as_bytes)["bytes"]
+        return self._open_slot().tensors(self.entry.spec.as_bytes)["bytes"]
 
     def abandon(self) -> None:
         """End the use after a failure: what was overwritten beside its old contents keeps them."""
-        if self._slot is not None:
-            self._end()
-            self._store.abandon(self._entry, self._access)
+        if self.slot is not None:
+            self._store.abandon(self)
 
     def __enter__(self) -> Lease:
         return self
@@ -328,11 +325,15 @@ class TieredStore:
         if access is Access.OVERWRITE and is_idle and not entry.is_kept:
             self._evict(entry)
         entry.leases += 1  # before anything waits, so that making room never takes its own slot
-        self._list(entry)
+        filling = entry.filling
         try:
+            self._list(entry)
             self._prepare(entry, access)
             lease = Lease(self, entry, access)
         except BaseException:
+            begun, entry.filling = entry.filling, filling
+            if begun is not None and begun not in (filling, entry.slot):
+                begun.free()
             entry.leases -= 1
             self._list(entry)
             raise
@@ -378,31 +379,35 @@ class TieredStore:
         if access is Access.OVERWRITE:
             self._settle_quietly(entry)
 
-    def commit(self, entry: Entry, access: Access) -> None:
+    def commit(self, lease: Lease) -> None:
         """The good end of a lease, behind `settle_old`; called by `Lease.release`."""
-        if access is Access.OVERWRITE:
-            filled, entry.filling = entry.filling, None
-            if filled is not entry.slot:
+        entry = lease.entry
+        if lease.access is Access.OVERWRITE and entry.filling is not None:
+            if entry.filling is not entry.slot:
                 self._drop_slot(entry)
-            entry.slot = filled
-        if access is not Access.READ:
+            entry.slot, entry.filling = entry.filling, None
+        if lease.access is not Access.READ:
             entry.state = State.DIRTY if entry.home is Tier.NVME else State.RESIDENT
-        entry.leases -= 1
-        self._list(entry)
+        self._end(lease)
 
-    def abandon(self, entry: Entry, access: Access) -> None:
+    def abandon(self, lease: Lease) -> None:
         """The bad end of a lease; called by `Lease.abandon`."""
-        if access is Access.OVERWRITE and entry.filling is not None:
+        entry, lease.views = lease.entry, {}  # which would keep its memory
+        if lease.access is Access.OVERWRITE and entry.filling is not None:
             filled, entry.filling = entry.filling, None
             if filled is not entry.slot:
                 filled.free()
             elif entry.state is State.CLEAN:
                 self._drop_slot(entry)  # the old contents are on the drive
                 entry.state = State.COLD
-        elif access is Access.UPDATE and entry.state is State.CLEAN:
+        elif lease.access is Access.UPDATE and entry.state is State.CLEAN:
             entry.state = State.DIRTY  # some of it may be changed
-        entry.leases -= 1
-        self._list(entry)
+        self._end(lease)
+
+    def _end(self, lease: Lease) -> None:
+        lease.slot, lease.views = None, {}  # an interrupt before this leaves a lease to be ended
+        lease.entry.leases -= 1
+        self._list(lease.entry)
 
     def prefetch(self, use: Use, away: float) -> bool:
         """Get ready for a lease to come: start its read, or claim the room it will overwrite.
