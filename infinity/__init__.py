@@ -60,6 +60,7 @@ if not TYPE_CHECKING:  # a type checker goes on finding what is not there
         raise absence(sys.modules[__name__], name)
 
 
+OptimizerMaker: TypeAlias = Callable[[list[Any]], torch.optim.Optimizer]
 ConfigSource: TypeAlias = str | os.PathLike[str] | Mapping[str, object] | Config
 
 
@@ -76,7 +77,7 @@ def initialize(  # noqa: PLR0913 - the arguments people already pass
     *,
     model: nn.Module,
     config: ConfigSource | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | OptimizerMaker | None = None,
     model_parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
     lr_scheduler: Scheduler | Callable[[PagedAdam], Scheduler] | None = None,
     training_data: Dataset[Any] | None = None,
@@ -84,6 +85,8 @@ def initialize(  # noqa: PLR0913 - the arguments people already pass
     args: object = None,
     config_params: ConfigSource | None = None,
     dist_init_required: bool | None = None,
+    distributed_port: int | None = None,
+    mesh_param: object = None,
     mpu: object = None,
     faults: Faults | None = None,
 ) -> Initialized:
@@ -94,7 +97,7 @@ def initialize(  # noqa: PLR0913 - the arguments people already pass
             with their names and shapes; their type becomes the compute type.
         config: a mapping or a JSON file with DeepSpeed's keys, or what `load_config` made of one.
         optimizer: a `torch.optim.Adam` or `AdamW` whose parameter groups are taken over, instead of
-            the config's section.
+            the config's section; or a function that makes one of the parameters it is given.
         model_parameters: parameters or groups to train, for the config's optimizer; all trainable
             ones if None.
         lr_scheduler: one of torch's, made for ``optimizer``, which steers the returned optimizer
@@ -106,6 +109,8 @@ def initialize(  # noqa: PLR0913 - the arguments people already pass
             DeepSpeed have it; see `add_config_arguments`.
         config_params: an older name of ``config``.
         dist_init_required: False: do not make a process group.
+        distributed_port: no effect; where ranks meet is the launcher's.
+        mesh_param: must be None, as ``mpu``.
         mpu: must be None; all ranks are data-parallel.
         faults: for tests: what goes wrong in the I/O below.
 
@@ -118,14 +123,18 @@ def initialize(  # noqa: PLR0913 - the arguments people already pass
             changed.
         SpaceError: the drive cannot hold the state.
     """
+    del distributed_port
     if dist_init_required is not False:
         init_distributed()
     comm = Communicator()
     with comm.agree(), warnings.catch_warnings():
         if comm.rank > 0:
             warnings.simplefilter("ignore", TieringWarning)  # rank 0 says it
-        if mpu is not None:
-            raise ConfigError("mpu is for model parallelism, which there is none of; leave it out")
+        for name, parallelism in (("mpu", mpu), ("mesh_param", mesh_param)):
+            if parallelism is not None:
+                raise ConfigError(
+                    f"{name} is for model parallelism, which there is none of; leave it out"
+                )
         checked = load_config(_the_one(config, config_params, args))
         checked.require_resolved(
             optimizer_given=optimizer is not None, scheduler_given=lr_scheduler is not None
@@ -137,6 +146,8 @@ def initialize(  # noqa: PLR0913 - the arguments people already pass
             optimizer=optimizer,
             lr_scheduler=lr_scheduler,
         )
+        if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+            optimizer = optimizer(_parameters(model, model_parameters))
         if optimizer is not None:
             groups = _from_torch(optimizer)
         else:
@@ -240,12 +251,17 @@ def _from_torch(optimizer: torch.optim.Optimizer) -> OptimizerGroups:
     return OptimizerGroups(groups, defaults)
 
 
+def _parameters(model: nn.Module, given: Iterable[Any] | None) -> list[Any]:
+    """Those to train, or groups of them."""
+    return list(model.parameters() if given is None else given)
+
+
 def _from_config(
     section: Optimizer, model: nn.Module, parameters: Iterable[Any] | None
 ) -> OptimizerGroups:
     """Groups by the config's section."""
     defaults = section.settings()._asdict()
-    chosen = list(model.parameters() if parameters is None else parameters)
+    chosen = _parameters(model, parameters)
     if chosen and isinstance(chosen[0], dict):
         return OptimizerGroups([dict(group) for group in chosen], defaults)
     return OptimizerGroups([{"params": [p for p in chosen if p.requires_grad]}], defaults)

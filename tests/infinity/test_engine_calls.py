@@ -32,6 +32,7 @@ from tests.infinity.conftest import (
     base_model,
     config_for,
     samples,
+    without_optimizer,
 )
 from tests.infinity.ranks import RankPool
 from tiering.errors import ConfigError
@@ -306,6 +307,8 @@ def test_a_call_written_for_deepspeed_works(tmp_path: Path) -> None:
         model=model,
         model_parameters=model.parameters(),
         dist_init_required=True,
+        distributed_port=29500,
+        mesh_param=None,
     )
     with engine:
         assert engine.compute_dtype is torch.float32
@@ -315,8 +318,28 @@ def test_a_call_written_for_deepspeed_works(tmp_path: Path) -> None:
         infinity.initialize(model=base_model(), config=config, config_params=config)
     with pytest.raises(ConfigError, match="there must be one configuration, got 0"):
         infinity.initialize(model=base_model())
-    with pytest.raises(ConfigError, match="mpu is for model parallelism"):
-        infinity.initialize(model=base_model(), config=config, mpu=object())
+    for name in ("mpu", "mesh_param"):
+        with pytest.raises(ConfigError, match=f"{name} is for model parallelism"):
+            infinity.initialize(model=base_model(), config=config, **{name: object()})
+
+
+@pytest.mark.parametrize("given", [None, "all", "groups"])
+def test_a_function_makes_the_optimizer_of_the_parameters_given(
+    given: str | None, tmp_path: Path
+) -> None:
+    """A class is one too."""
+    model = base_model()
+    all_of_them = list(model.parameters())
+    parameters = {None: None, "all": all_of_them, "groups": [{"params": all_of_them[:3]}]}[given]
+    engine, optimizer, *_ = infinity.initialize(
+        model=model,
+        model_parameters=parameters,
+        optimizer=lambda made_of: torch.optim.AdamW(made_of, lr=0.25),
+        config=without_optimizer(config_for(tmp_path)),
+    )
+    with engine:
+        assert engine.get_lr() == [0.25]
+        assert len(optimizer.param_groups[0]["params"]) == (3 if given == "groups" else 21)
 
 
 def test_a_key_that_stands_twice_in_a_file_is_refused(tmp_path: Path) -> None:
