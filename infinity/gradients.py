@@ -18,6 +18,9 @@ Note: what the buffer is
     several ranks, gradients whole           the record itself, whole; `reduce` makes it the mean
       (stages 0 and 1):                        at the step
 
+(On a GPU whose states are elsewhere gradients are partitioned at every stage: whole ones would have
+to wait in the host. See `Outline.whole_gradients`.)
+
 A rank adds what it has got when the ranks come to sum a unit, be it all, a part or nothing; what
 comes later goes into a further sum. So the mean does not depend on who used what, and when. A sum
 is made while backward goes on with the unit before; it is added to the record when the next sum has
