@@ -61,13 +61,19 @@ def launch(
     count = len(ranks)
     common = {**_shares(count, environment), **environment, "MASTER_PORT": str(_free_port())}
     children: list[subprocess.Popen[bytes]] = []
-    with contextlib.ExitStack() as closing:
-        waiters = closing.enter_context(concurrent.futures.ThreadPoolExecutor(count))
-        closing.callback(_end, children)
+
+    def start() -> None:
         for rank, (command, told) in enumerate(ranks):
             (place / f"told-{rank}").write_text(told, encoding="utf-8")
             own = {**common, **_place_of(rank, count)}
             children.append(_start(command, own, place / f"told-{rank}", _said(place, rank)))
+
+    with contextlib.ExitStack() as closing:
+        waiters = closing.enter_context(concurrent.futures.ThreadPoolExecutor(count))
+        closing.callback(_end, children)
+        # Signals come to the main thread: none can come between a start and its place in the list.
+        with concurrent.futures.ThreadPoolExecutor(1) as starter:
+            starter.submit(start).result()
         waiting = {waiters.submit(child.wait): rank for rank, child in enumerate(children)}
         try:
             for ended in concurrent.futures.as_completed(waiting, timeout=limit_s):
@@ -121,6 +127,8 @@ def _start(
 def _end(children: Sequence[subprocess.Popen[bytes]]) -> None:
     for child in children:
         child.kill()
+    for child in children:
+        child.wait()
 
 
 def _said(place: Path, rank: int) -> Path:
