@@ -160,6 +160,7 @@ class _Reading(_Job):
 
     def land(self, piece: _Piece) -> None:
         start, nbytes = piece.part
+        _check_fits(self.stored, self.result())  # it may have been freed meanwhile
         target = self.result().detach().view(-1).view(torch.uint8)
         _copy_out(piece.slot, target[start : start + nbytes])
 
@@ -300,8 +301,9 @@ class TensorSwapper:
             tensor: dense, of any dtype, shape, strides and device.
 
         Raises:
-            ConfigError: a key that is no string; no tensor, or a sparse, nested, quantized or meta
-                one.
+            ConfigError: a key that is no string; no tensor, or one whose elements are not in memory
+                of its own: sparse, nested, quantized, meta, a wrapper around others, freed. What
+                the key held stays.
             SpaceError: no drive has room. What the key held before may be lost, and reading it
                 raises then.
             EngineClosedError: the swapper was closed or belongs to another process.
@@ -333,7 +335,8 @@ class TensorSwapper:
                 if the transfer fails. None: a new tensor in host memory.
 
         Raises:
-            ConfigError: a key that is no string, or an ``out`` that is no tensor.
+            ConfigError: a key that is no string, or an ``out`` that is no tensor or has no memory
+                of its own.
             RecordError: no such key, it was not written whole, or ``out`` does not fit; names both
                 sizes.
             EngineClosedError: the swapper was closed or belongs to another process.
@@ -737,28 +740,51 @@ def _check_is(what: str, given: object, *wanted: type) -> None:
 
 
 def _dense(key: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without its history, if it has bytes of its own."""
-    _check_is(f"what {key!r} is to hold", tensor, torch.Tensor)
-    is_strided = tensor.layout is torch.strided and not tensor.is_nested
-    is_quantized = tensor.is_quantized or str(tensor.dtype).startswith(("torch.q", "torch.quint"))
-    if not is_strided or is_quantized or tensor.is_meta:
-        raise ConfigError(
-            f"{key!r} is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}; only dense "
-            f"tensors with contents can be swapped"
-        )
+    """The tensor without its history, if its bytes are in memory."""
+    _check_has_memory(repr(key), tensor)
     return tensor.detach().resolve_conj().resolve_neg()
 
 
 def _check_fits(stored: _Stored, out: torch.Tensor) -> None:
-    _check_is(f"out for {stored.key!r}", out, torch.Tensor)
+    _check_has_memory(f"out for {stored.key!r}", out)
     if (out.dtype, tuple(out.shape)) != (stored.dtype, stored.shape):
         raise RecordError(
             f"{stored.key!r} holds {stored.nbytes} bytes, {stored.dtype} of shape {stored.shape}; "
             f"out has {out.numel() * out.element_size()} bytes, {out.dtype} of shape "
             f"{tuple(out.shape)}"
         )
-    if not out.is_contiguous() or out.is_meta:
+    if not out.is_contiguous():
         raise RecordError(f"{stored.key!r}: out must be contiguous memory; pass None and copy")
+
+
+def _check_has_memory(what: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor whose bytes cannot be copied from or to where it says they are."""
+    _check_is(what, tensor, torch.Tensor)
+    if not _has_memory(tensor):
+        raise ConfigError(
+            f"{what} is a {type(tensor).__name__} of {tensor.dtype}, {tensor.layout}, on "
+            f"{tensor.device}, and has no plain elements in memory of its own; only dense tensors "
+            f"with contents can be swapped: pass the tensors it is made of, or a dense copy"
+        )
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether all its elements lie in a storage of its own."""
+    # A class that dispatches for itself may have its elements anywhere.
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return False
+    is_quantized = tensor.is_quantized or str(tensor.dtype).startswith(("torch.q", "torch.quint"))
+    if tensor.layout is not torch.strided or tensor.is_nested or is_quantized or tensor.is_meta:
+        return False
+    try:
+        storage_bytes, address = tensor.untyped_storage().nbytes(), tensor.data_ptr()
+    except RuntimeError:  # torch.func has wrapped it
+        return False
+    if not tensor.numel():
+        return True
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = tensor.storage_offset() + sum((size - 1) * stride for size, stride in steps)
+    return bool(address) and (last + 1) * tensor.element_size() <= storage_bytes
 
 
 def _not_whole(stored: _Stored, cause: TieringError) -> RecordError:

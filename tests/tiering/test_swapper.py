@@ -15,6 +15,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 from tiering import TensorSwapper
 from tiering.aio import AioConfig, AioEngine, FaultRule, Faults
@@ -281,18 +283,104 @@ def test_a_destination_that_is_not_contiguous_is_refused(swapper: TensorSwapper)
         swapper.swap_in("a", torch.zeros(4, 4).t())
 
 
-@pytest.mark.parametrize(
-    "source",
-    [torch.eye(3).to_sparse(), torch.empty(3, device="meta")],
-    ids=["sparse", "meta"],
-)
-def test_a_tensor_without_bytes_of_its_own_is_refused(
-    source: torch.Tensor, swapper: TensorSwapper
+def freed() -> torch.Tensor:
+    """What somebody gave the storage back of, as sharding does."""
+    tensor = torch.ones(1000)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def cut_short() -> torch.Tensor:
+    """Its storage holds all but the last element."""
+    tensor = torch.ones(1000)
+    tensor.untyped_storage().resize_(999 * 4)
+    return tensor
+
+
+def fake() -> torch.Tensor:
+    """What stands for a tensor while a graph is traced."""
+    with FakeTensorMode():
+        return torch.ones(1000)
+
+
+WITHOUT_MEMORY = {
+    "sparse": lambda: torch.ones(1000).to_sparse(),
+    "meta": lambda: torch.empty(1000, device="meta"),
+    "zeros nobody stored": lambda: torch._efficientzerotensor((1000,)),
+    "wrapper": lambda: TwoTensor(torch.ones(1000), torch.ones(1000)),
+    "fake": fake,
+    "freed": freed,
+    "cut short": cut_short,
+}
+
+
+@pytest.mark.parametrize("make", WITHOUT_MEMORY.values(), ids=WITHOUT_MEMORY.keys())
+def test_a_tensor_without_memory_of_its_own_is_refused_and_what_was_there_stays(
+    make: Callable[[], torch.Tensor], swapper: TensorSwapper
 ) -> None:
-    """Before anything is made on the drive."""
-    with pytest.raises(ConfigError, match=r"'a'.*only dense"):
-        swapper.swap_out("a", source)
+    """Before anything is made on the drive; as a source and as a destination."""
+    with pytest.raises(ConfigError, match=r"'new' is a \w+ of torch.* only dense.* pass"):
+        swapper.swap_out("new", make())
     assert swapper.keys() == []
+    swapper.swap_out("a", torch.ones(1000)).wait()
+    with pytest.raises(ConfigError, match=r"'a' is a .* only dense"):
+        swapper.swap_out("a", make())
+    with pytest.raises(ConfigError, match=r"out for 'a' is a .* only dense"):
+        swapper.swap_in("a", make())
+    assert same(swapper.swap_in("a").wait(), torch.ones(1000))
+
+
+@pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad, torch.func.functionalize])
+def test_what_a_transform_of_functions_wraps_is_refused(
+    transform: Callable[..., Callable[[torch.Tensor], object]], swapper: TensorSwapper
+) -> None:
+    """Looked at from inside, it has no storage."""
+
+    def swap(tensor: torch.Tensor) -> torch.Tensor:
+        swapper.swap_out("a", tensor)
+        return tensor.sum()
+
+    with pytest.raises(ConfigError, match=r"'a' is a Tensor of torch.float32.* only dense"):
+        transform(swap)(torch.ones(3))
+    assert swapper.keys() == []
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (lambda out: out.untyped_storage().resize_(0), ConfigError),
+        (lambda out: out.resize_(10), RecordError),
+        (lambda out: out.t_(), RecordError),
+    ],
+    ids=["freed", "cut short", "transposed"],
+)
+def test_a_destination_that_is_changed_under_way_is_not_written_to(
+    change: Callable[[torch.Tensor], object], kind: type[TieringError], swapper: TensorSwapper
+) -> None:
+    """It is looked at again whenever bytes have come; the tensor can be read into another."""
+    tensor = random((1024, 2048), torch.float32)
+    swapper.swap_out("a", tensor).wait()
+    out = torch.empty(1024, 2048)
+    read = swapper.swap_in("a", out)
+    change(out)
+    with pytest.raises(kind, match="'a'"):
+        read.wait()
+    assert same(swapper.swap_in("a").wait(), tensor)
+
+
+class Named(torch.Tensor):
+    """A class of somebody's own, with ordinary memory."""
+
+
+def test_a_tensor_of_another_class_with_memory_of_its_own_comes_back(
+    swapper: TensorSwapper,
+) -> None:
+    """What counts is where the elements are, not what the class is called."""
+    tensor = random((300, 7), torch.float32)
+    swapper.swap_out("a", tensor.as_subclass(Named))
+    out = torch.empty(300, 7).as_subclass(Named)
+    assert swapper.swap_in("a", out).wait() is out
+    assert same(out.as_subclass(torch.Tensor), tensor)
 
 
 @pytest.mark.parametrize(
