@@ -755,6 +755,11 @@ def _check_fits(stored: _Stored, out: torch.Tensor) -> None:
         )
     if not out.is_contiguous():
         raise RecordError(f"{stored.key!r}: out must be contiguous memory; pass None and copy")
+    if out.is_conj() or out.is_neg():
+        raise RecordError(
+            f"{stored.key!r}: out is a conjugate or negative view, its memory holds other values; "
+            "pass the tensor it is a view of, or None and copy"
+        )
 
 
 def _check_has_memory(what: str, tensor: torch.Tensor) -> None:

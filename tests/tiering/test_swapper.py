@@ -283,6 +283,17 @@ def test_a_destination_that_is_not_contiguous_is_refused(swapper: TensorSwapper)
         swapper.swap_in("a", torch.zeros(4, 4).t())
 
 
+@pytest.mark.parametrize("view", [torch.conj, torch._neg_view])
+def test_a_destination_that_is_a_lazy_view_is_refused_at_once(
+    view: Callable[[torch.Tensor], torch.Tensor], swapper: TensorSwapper
+) -> None:
+    """Not when it is waited for; its memory holds other values than it shows."""
+    swapper.swap_out("a", torch.zeros(4, dtype=torch.complex64)).wait()
+    with pytest.raises(RecordError, match=r"'a': out is a conjugate or negative view"):
+        swapper.swap_in("a", view(torch.zeros(4, dtype=torch.complex64)))
+    assert swapper.stats().pending_transfers == 0
+
+
 def freed() -> torch.Tensor:
     """What somebody gave the storage back of, as sharding does."""
     tensor = torch.ones(1000)
