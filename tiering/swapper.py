@@ -14,6 +14,13 @@ What would break: reading what was only partly written. A record whose last writ
 with the error and cannot be read until it has been written whole; a read that is asked for while
 the write is on its way is chained to it, piece by piece. And an error that nobody asked for is
 raised by `TensorSwapper.close` at the latest.
+
+Ctrl-C may come between any two instructions. So each step can be made again: it notes first what it
+is about to change and forgets last what it has done. A call that leaves by an exception is mended
+by the next one, whichever that is: a job whose caller never got its transfer fails. A slot or a
+transfer that was lost between two instructions is known to nobody; such a file is never written
+again but replaced, and such an arena too, when nothing is under way, since closing files waits for
+the lost transfers.
 """
 
 from __future__ import annotations
@@ -122,14 +129,17 @@ class _Job:
     began_in_round: int
     flying: dict[_Piece, None] = field(default_factory=dict)
     error: TieringError | None = None
+    is_begun: bool = False
+    """Its caller gets a transfer for it."""
     has_ended: bool = False
     is_heard: bool = False
     """Somebody was told how it ended."""
 
     def fail(self, error: TieringError) -> None:
-        """Keep the first error, start nothing more."""
-        self.error = self.error or error
-        self.todo.clear()
+        """Keep the first error, start nothing more; what has ended stays as it is."""
+        if not self.has_ended:
+            self.error = self.error or error
+            self.todo.clear()
 
     def land(self, piece: _Piece) -> None:
         """Take what a finished piece brought."""
@@ -185,6 +195,8 @@ class _Piece:
     part: Part
     slot: Slot
     transfer: Transfer
+    has_landed: bool = False
+    """Nothing is to be taken from it any more."""
 
 
 @dataclass(eq=False)
@@ -266,6 +278,11 @@ class TensorSwapper:
         self._failures: dict[_Job, TieringError] = {}  # of which nobody has heard yet
         self._round = 0  # of `wait`
         self._unwaited = 0  # transfers begun in this round and not waited for one by one
+        self._is_at_work = False  # a call is in the middle of something, or was broken off there
+        self._was_refused = False  # the call at work raised an error of ours: it came to its end
+        self._is_arena_torn = False  # slots and transfers may be lost, its lock never given back
+        self._unsure: dict[str, None] = {}  # keys whose file may be there or not
+        self._is_free = False  # all was given back
         self._folders = open_folders(_roots(path))
         self._arena = Arena(host_memory_bytes)
         self._piece_bytes = _piece_bytes(self._arena.capacity_bytes)
@@ -310,18 +327,18 @@ class TensorSwapper:
         """
         _check_is("a key", key, str)
         source = _dense(key, tensor)
-        with self._in_use():
+        with self._own_lock(), self._at_work():
             stored = self._make_room(key, source)
             job = _Writing(stored, stored.parts(self._piece_bytes), self._round)
-            self._begin(job)
+            self._note(job)
+            stored.fault = None  # the job has it from here
             try:
                 self._write(job, source)
             except BaseException as error:
                 job.fail(_torn(stored, error))
-                self._hear(job)
                 raise
-            finally:
-                self._end_if_through(job)
+            self._begin(job)
+            self._end_if_through(job)
         return SwapTransfer(
             key, wait=functools.partial(self._wait_for, job), done=lambda: self._is_done(job)
         )
@@ -341,7 +358,7 @@ class TensorSwapper:
                 sizes.
             EngineClosedError: the swapper was closed or belongs to another process.
         """
-        with self._in_use():
+        with self._own_lock(), self._at_work():
             self._advance()
             stored = self._readable(key)
             if out is not None:
@@ -353,9 +370,10 @@ class TensorSwapper:
                 out=out,
                 behind=next(stored.writers(), None),
             )
-            self._begin(job)
+            self._note(job)
             self._reads.append(job)
             self._start_reads()
+            self._begin(job)
 
         def result(timeout_s: float | None) -> torch.Tensor:
             self._wait_for(job, timeout_s)
@@ -375,11 +393,12 @@ class TensorSwapper:
             TransferTimeoutError: something is pending after ``timeout_s``; names it.
         """
         deadline = _deadline(timeout_s)
-        with self._in_use():
+        with self._own_lock(), self._at_work():
             jobs = list(self._jobs)
         for job in jobs:
             self._rest(job, deadline)
-        with self._lock:
+        with self._own_lock(), self._at_work():
+            self._replace_arena_if_torn()
             count, self._unwaited = self._unwaited, 0
             self._round += 1
             if self._failures:
@@ -394,12 +413,11 @@ class TensorSwapper:
             RecordError: no such key.
             EngineClosedError: the swapper was closed or belongs to another process.
         """
-        with self._in_use():
+        with self._own_lock(), self._at_work():
             stored = self._known(key)
             self._settle(stored)
+            self._remove_file(stored, "it was about to be deleted")
             del self._stored[key]
-            if stored.has_file:
-                self._tier.delete(key)
 
     def keys(self) -> list[str]:
         """All keys, in the order they first came.
@@ -407,12 +425,12 @@ class TensorSwapper:
         Raises:
             EngineClosedError: the swapper was closed or belongs to another process.
         """
-        with self._in_use():
+        with self._own_lock(), self._at_work():
             return list(self._stored)
 
     def stats(self) -> SwapperStats:
         """What is held and what was moved."""
-        with self._in_use():
+        with self._own_lock(), self._at_work():
             self._advance()
             return SwapperStats(
                 tensors=len(self._stored),
@@ -434,11 +452,11 @@ class TensorSwapper:
             TransferTimeoutError: something was still pending; names it. Everything is freed all the
                 same.
         """
-        if self._is_closed or os.getpid() != self._pid:
+        if self._is_free or os.getpid() != self._pid:
             return
         deadline = _deadline(timeout_s)
         try:
-            for job in list(self._jobs):
+            for job in [] if self._is_closed else list(self._jobs):
                 self._rest(job, deadline)
         finally:
             self._is_closed = True
@@ -447,23 +465,57 @@ class TensorSwapper:
             raise next(iter(self._failures.values()))
 
     def _tear_down(self, deadline: float | None) -> None:
-        """Free everything, whatever fails on the way."""
-        with contextlib.ExitStack() as last_to_first:
-            last_to_first.callback(self._arena.close)
-            for folder in self._folders:
-                last_to_first.callback(folder.close)
-            last_to_first.callback(self._tier.close)
-            last_to_first.callback(lambda: self._backend.close(_left_s(deadline)))
+        """Free everything, whatever fails on the way; an interrupted call is to be made again."""
+        try:
+            with contextlib.ExitStack() as last_to_first:
+                last_to_first.callback(self._arena.close)
+                for folder in self._folders:
+                    last_to_first.callback(folder.close)
+                last_to_first.callback(self._tier.close)
+                last_to_first.callback(lambda: self._backend.close(_left_s(deadline)))
+        except Exception:
+            self._is_free = True
+            raise
+        self._is_free = True
+
+    def _own_lock(self) -> threading.Lock:
+        """The lock, for ``with`` itself: no interrupt can come between taking and keeping it."""
+        self._check_process()
+        return self._lock
 
     @contextlib.contextmanager
-    def _in_use(self) -> Iterator[None]:
-        """Hold the lock, after a check that the swapper can be used here at all."""
-        self._check_process()
-        with self._lock:
-            if self._is_closed:
-                roots = " and ".join(str(folder.root) for folder in self._folders)
-                raise EngineClosedError(f"the swapper on {roots} was closed")
+    def _at_work(self, *, after_close: bool = False) -> Iterator[None]:
+        """Mend what an earlier call broke off, and note that this one has come to its end."""
+        if self._is_closed and not after_close:
+            roots = " and ".join(str(folder.root) for folder in self._folders)
+            raise EngineClosedError(f"the swapper on {roots} was closed")
+        if self._is_at_work:
+            self._mend()
+        self._was_refused = False
+        self._is_at_work = True
+        try:
             yield
+        except TieringError:
+            self._was_refused = True
+            raise
+        self._is_at_work = False
+
+    def _mend(self) -> None:
+        """Fail what was broken off, and bring the notes on all else into agreement."""
+        self._is_arena_torn = self._is_arena_torn or not self._was_refused
+        for piece in self._flying:
+            # Half taken off, it has landed; half on its way, its part is still to be started.
+            piece.has_landed = piece.has_landed or piece not in piece.job.flying
+        for job in tuple(self._jobs):
+            if not job.is_begun:
+                job.fail(_torn(job.stored, KeyboardInterrupt()))
+                self._hear(job)
+                if isinstance(job, _Writing):  # a write nobody knows of may still come there
+                    self._doubt(job.stored, "its writing was broken off")
+            self._end_if_through(job)
+        for key in tuple(self._unsure):
+            if key not in self._stored:
+                self._remove_doubtful(key)
 
     def _check_process(self) -> None:
         """Before the lock is asked for: in a forked child nobody may be left to give it back."""
@@ -497,20 +549,62 @@ class TensorSwapper:
         new = _Stored(key, source.dtype, tuple(source.shape))
         if old is not None and old.has_file:
             if (old.dtype, old.shape) == (new.dtype, new.shape):
-                old.fault = None
                 return old
-            old.has_file = False
-            old.fault = RecordError("it was removed to make room for another size")
-            self._tier.delete(key)
-        self._tier.create(new.spec)
+            self._remove_file(old, "it was removed to make room for another size")
+        elif key in self._unsure:
+            self._remove_doubtful(key)
+        new.fault = RecordError("nothing has been written yet")
+        self._unsure[key] = None
+        try:
+            self._tier.create(new.spec)
+        except TieringError:  # nothing was left behind
+            del self._unsure[key]
+            raise
         new.has_file = True
         self._stored[key] = new
+        del self._unsure[key]
         return new
 
-    def _begin(self, job: _Job) -> None:
+    def _doubt(self, stored: _Stored, why: str) -> None:
+        """What is in its file, or whether there is one, cannot be known any more."""
+        self._unsure[stored.key] = None
+        stored.has_file = False
+        stored.fault = stored.fault or RecordError(why)
+
+    def _remove_file(self, stored: _Stored, why: str) -> None:
+        is_there = stored.has_file
+        self._doubt(stored, why)
+        if is_there:
+            self._tier.delete(stored.key)
+            del self._unsure[stored.key]
+        elif stored.key in self._unsure:
+            self._remove_doubtful(stored.key)
+
+    def _remove_doubtful(self, key: str) -> None:
+        """Remove the file if there is one, when its transfers, lost ones too, have ended."""
+        if key in self._tier.keys():  # noqa: SIM118 - it is no mapping
+            self._tier.delete(key)
+        del self._unsure[key]
+
+    def _replace_arena_if_torn(self) -> None:
+        """Give back slots that nobody knows of, when nothing is under way."""
+        if not self._is_arena_torn or self._flying or self._is_closed:
+            return
+        self._tier.close()  # files are opened again; until then lost transfers have ended
+        self._arena.close()
+        fresh = Arena(self._arena.capacity_bytes)
+        self._backend.register(fresh.memory)
+        self._arena = fresh
+        self._is_arena_torn = False
+
+    def _note(self, job: _Job) -> None:
         self._jobs[job] = None
         job.stored.jobs[job] = None
+
+    def _begin(self, job: _Job) -> None:
+        """From here on it is its caller's; what is broken off before is nobody's."""
         self._unwaited += 1
+        job.is_begun = True
 
     def _write(self, job: _Writing, source: torch.Tensor) -> None:
         """Copy a tensor into slots and start writing them, up to the first write that failed."""
@@ -540,7 +634,7 @@ class TensorSwapper:
             job = self._reads[0]
             while job.todo:
                 part = job.todo[0]
-                slot = self._arena.try_allocate(part.nbytes, owner=job.stored.key)
+                slot = self._try_allocate(part.nbytes, job.stored.key)
                 if slot is None:
                     return
                 try:
@@ -555,16 +649,22 @@ class TensorSwapper:
             self._end_if_through(job)
 
     def _fly(self, piece: _Piece) -> None:
-        """Note that the next part of its job is in flight."""
+        """Note that the next part of its job is in flight; `_mend` knows this order."""
         self._flying[piece] = None
         piece.job.flying[piece] = None
         piece.job.todo.popleft()
 
     def _allocate(self, nbytes: int, owner: str) -> Slot:
         """A slot; when the arena is full, wait for the pieces that are longest under way."""
-        while (slot := self._arena.try_allocate(nbytes, owner=owner)) is None and self._flying:
+        while (slot := self._try_allocate(nbytes, owner)) is None and self._flying:
             self._land(next(iter(self._flying)))
         return slot or self._arena.allocate(nbytes, owner=owner)
+
+    def _try_allocate(self, nbytes: int, owner: str) -> Slot | None:
+        self._replace_arena_if_torn()
+        if self._is_arena_torn and self._flying:
+            return None  # what is under way has to land first
+        return self._arena.try_allocate(nbytes, owner=owner)
 
     def _advance(self) -> None:
         """Land what has ended, oldest first, and start what there is room for then."""
@@ -573,18 +673,20 @@ class TensorSwapper:
         self._start_reads()
 
     def _land(self, piece: _Piece) -> None:
-        """Wait for a piece, take what it brought, and free its slot."""
+        """Wait for a piece, take what it brought, and free its slot; `_mend` knows this order."""
         job = piece.job
         try:
             piece.transfer.wait()
-            if job.error is None:
+            if job.error is None and not piece.has_landed:
                 job.land(piece)
         except TieringError as error:
             job.fail(_about(job, error))
         except RuntimeError as error:  # torch could not allocate or copy
             job.fail(_torn(job.stored, error))
-        del self._flying[piece], job.flying[piece]
+        piece.has_landed = True
         piece.slot.free()
+        job.flying.pop(piece, None)
+        self._flying.pop(piece, None)
         self._end_if_through(job)
 
     def _land_what_is_done(self, job: _Job) -> None:
@@ -593,29 +695,32 @@ class TensorSwapper:
                 self._land(piece)
 
     def _end_if_through(self, job: _Job) -> None:
-        if job.has_ended or job.todo or job.flying:
+        """End a job with nothing left to do; it is among those that have not ended until last."""
+        if job.todo or job.flying:
             return
-        job.has_ended = True
-        if isinstance(job, _Reading) and job.behind is not None:
-            # That is all of it: each part was read after it had been written.
-            self._land_what_is_done(job.behind)
-        job.end()
-        del self._jobs[job], job.stored.jobs[job]
-        if job.error is not None and not job.is_heard:
-            self._failures[job] = job.error
+        if not job.has_ended:
+            if isinstance(job, _Reading) and job.behind is not None:
+                # That is all of it: each part was read after it had been written.
+                self._land_what_is_done(job.behind)
+            job.end()
+            if job.error is not None and not job.is_heard:
+                self._failures[job] = job.error
+            job.has_ended = True
+        job.stored.jobs.pop(job, None)
+        self._jobs.pop(job, None)
 
     def _settle(self, stored: _Stored) -> None:
         """Wait for all transfers of one key, however they end."""
         for job in tuple(stored.jobs):
             while not job.has_ended:
                 self._start_reads()
-                self._land(next(iter(job.flying or self._flying)))
+                if not job.has_ended:
+                    self._land(next(iter(job.flying or self._flying)))
 
     def _rest(self, job: _Job, deadline: float | None) -> None:
         """Wait until a job has ended, without the lock while there is nothing to do."""
-        self._check_process()
         while True:
-            with self._lock:
+            with self._own_lock(), self._at_work(after_close=True):
                 self._land_what_is_done(job)
                 self._advance()  # the last to be done: it leaves something in flight
                 if job.has_ended:
@@ -630,21 +735,20 @@ class TensorSwapper:
 
     def _wait_for(self, job: _Job, timeout_s: float | None) -> None:
         self._rest(job, _deadline(timeout_s))
-        with self._lock:
+        with self._own_lock(), self._at_work(after_close=True):
             self._hear(job)
         if job.error is not None:
             raise job.error
 
     def _hear(self, job: _Job) -> None:
         """Note that somebody was told how a job ended."""
-        if not job.is_heard and job.began_in_round == self._round:
-            self._unwaited -= 1
+        is_counted = job.is_begun and not job.is_heard and job.began_in_round == self._round
         job.is_heard = True
+        self._unwaited -= is_counted
         self._failures.pop(job, None)
 
     def _is_done(self, job: _Job) -> bool:
-        self._check_process()
-        with self._lock:
+        with self._own_lock(), self._at_work(after_close=True):
             self._land_what_is_done(job)
             self._advance()
             return job.has_ended

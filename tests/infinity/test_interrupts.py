@@ -19,7 +19,7 @@ from tests.infinity.conftest import (
     base_model,
     config_for,
 )
-from tests.infinity.interrupts import Interrupted
+from tests.interrupts import Interrupted
 from tiering.errors import EngineClosedError
 
 _PLACES = 8  # of an act, evenly spread

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
+from tests.interrupts import Interrupted
 from tiering import TensorSwapper
 from tiering.aio import AioConfig, AioEngine, FaultRule, Faults
 from tiering.aio.config import FaultAction
@@ -705,6 +706,71 @@ def test_a_drive_that_fills_up_does_not_stop_tensors_that_have_their_place(
             assert swapper.swap_in("a").wait().eq(value).all()
         with pytest.raises(SpaceError):
             swapper.swap_out("b", torch.zeros(MIB))
+
+
+PLACES = 40  # of an interrupt, evenly spread
+
+
+def old_values() -> dict[str, torch.Tensor]:
+    """More than one piece each."""
+    return {key: torch.full((BLOCK + 7,), number) for number, key in enumerate("abcd")}
+
+
+def new_values() -> dict[str, torch.Tensor]:
+    """Of the same size, of another, and of a key that was not there."""
+    return {"a": torch.full((BLOCK + 7,), 10), "b": torch.full((99,), 11), "new": torch.ones(BLOCK)}
+
+
+def act(swapper: TensorSwapper) -> None:
+    """Write, read and delete, in an order in which the arena is full and keys are under way."""
+    outs = [swapper.swap_out(key, tensor) for key, tensor in new_values().items()]
+    reads = [swapper.swap_in(key) for key in ("a", "d", "new")]
+    outs[0].wait()
+    reads[0].wait()
+    swapper.delete("c")
+    swapper.wait()
+
+
+def interrupted(path: Path, backend: str, nth: int) -> int:
+    """Interrupt the act at its nth call and check what is there then; returns how many it made."""
+    config = AioConfig(block_bytes=BLOCK, backend=backend)
+    with TensorSwapper(path, host_memory_bytes=4 * BLOCK, aio=config) as swapper:
+        swap_all_out(swapper, old_values())
+        swapper.wait()
+        with Interrupted(nth) as interrupt, contextlib.suppress(KeyboardInterrupt):
+            act(swapper)
+        swapper.wait()
+        assert swapper.stats().pending_transfers == 0
+        assert swapper.stats().arena.used_bytes == 0
+        check_contents(swapper)
+        swap_all_out(swapper, old_values() | new_values())
+        for key, tensor in (old_values() | new_values()).items():
+            assert same(swapper.swap_in(key).wait(), tensor)
+        assert swapper.wait() == 5
+        for key in list(swapper.keys()):
+            swapper.delete(key)
+    assert not list(path.iterdir())
+    return interrupt.calls
+
+
+def check_contents(swapper: TensorSwapper) -> None:
+    """Each key holds its old value or its new one, or says why not; what was not touched is old."""
+    keys = set(swapper.keys())
+    assert {"a", "b", "d"} <= keys
+    for key in keys:
+        may_be = [values[key] for values in (old_values(), new_values()) if key in values]
+        broken_off = () if key == "d" else (RecordError,)
+        with contextlib.suppress(*broken_off):
+            found = swapper.swap_in(key).wait()
+            assert any(same(found, value) for value in may_be)
+
+
+@pytest.mark.parametrize("backend", ["uring", "threads"])
+def test_an_interrupt_anywhere_is_gone_on_from(backend: str, tmp_path: Path) -> None:
+    """No key is stuck, no piece of the arena is lost, and closing removes everything."""
+    calls = interrupted(tmp_path, backend, 0)
+    for nth in range(1, calls + 1, max(1, calls // PLACES)):
+        interrupted(tmp_path, backend, nth)
 
 
 def test_two_swappers_on_one_path_do_not_see_each_other(tmp_path: Path) -> None:

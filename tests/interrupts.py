@@ -6,8 +6,8 @@ import sys
 from types import FrameType
 from typing import Any
 
-# Python drops what is raised in a callback of the garbage collector.
-_COLLECTOR = frozenset({"_let_go"})
+# Python drops what is raised where the garbage collector calls, or lets go of a generator.
+_COLLECTOR = frozenset({"_let_go", "_runs"})
 
 
 class Interrupted:
