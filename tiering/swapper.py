@@ -49,6 +49,7 @@ from tiering.aio.backend import AioBackend, Transfer
 from tiering.arena import Arena, ArenaStats, Slot
 from tiering.bandwidth import make_volumes
 from tiering.errors import (
+    ArenaFullError,
     ConfigError,
     EngineClosedError,
     RecordError,
@@ -268,6 +269,7 @@ class TensorSwapper:
     ) -> None:
         if aio is not None and backend is not None:
             raise ConfigError("give a configuration or a backend, not both")
+        _check_is("host_memory_bytes", host_memory_bytes, int)
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._is_closed = False
@@ -658,7 +660,14 @@ class TensorSwapper:
         """A slot; when the arena is full, wait for the pieces that are longest under way."""
         while (slot := self._try_allocate(nbytes, owner)) is None and self._flying:
             self._land(next(iter(self._flying)))
-        return slot or self._arena.allocate(nbytes, owner=owner)
+        if slot is None:
+            arena = self._arena.stats()
+            raise ArenaFullError(
+                f"{owner!r} needs {nbytes} bytes of host memory, and of {arena.capacity_bytes} "
+                f"bytes {arena.used_bytes} are in use, though nothing is under way; raise "
+                f"host_memory_bytes"
+            )
+        return slot
 
     def _try_allocate(self, nbytes: int, owner: str) -> Slot | None:
         self._replace_arena_if_torn()
@@ -838,8 +847,10 @@ def _check_is(what: str, given: object, *wanted: type) -> None:
     """Refuse what is of none of these types."""
     if not isinstance(given, wanted):
         names = " or ".join(kind.__name__ for kind in wanted)
+        article = "an" if names[0] in "aeiou" else "a"
         raise ConfigError(
-            f"{what} must be a {names}, got {reprlib.repr(given)} of type {type(given).__name__}"
+            f"{what} must be {article} {names}, got {reprlib.repr(given)} "
+            f"of type {type(given).__name__}"
         )
 
 

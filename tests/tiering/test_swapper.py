@@ -23,6 +23,7 @@ from tiering import TensorSwapper
 from tiering.aio import AioConfig, AioEngine, FaultRule, Faults
 from tiering.aio.config import FaultAction
 from tiering.errors import (
+    ArenaFullError,
     ConfigError,
     EngineClosedError,
     RecordError,
@@ -188,6 +189,16 @@ def test_a_tensor_larger_than_the_arena_moves_in_pieces(swapper: TensorSwapper) 
     arena = swapper.stats().arena
     assert arena.used_bytes == 0
     assert arena.capacity_bytes // 2 < arena.peak_bytes <= arena.capacity_bytes
+
+
+def test_an_arena_without_room_says_which_argument_to_raise(swapper: TensorSwapper) -> None:
+    """Here something else holds all of it."""
+    held = swapper._arena.allocate(MIB, owner="else")
+    with pytest.raises(ArenaFullError, match=r"'a' needs 8 bytes.* raise host_memory_bytes"):
+        swapper.swap_out("a", torch.ones(2))
+    held.free()
+    swapper.swap_out("a", torch.ones(2)).wait()
+    assert same(swapper.swap_in("a").wait(), torch.ones(2))
 
 
 def test_an_arena_of_one_page_is_enough(tmp_path: Path) -> None:
@@ -407,9 +418,20 @@ def test_a_tensor_of_another_class_with_memory_of_its_own_comes_back(
         (lambda swapper: swapper.swap_in(3), "a key .* a str, got 3 of type int"),
         (lambda swapper: swapper.delete(b"a"), "a key .* a str, got b'a' of type bytes"),
         (lambda _: TensorSwapper(None), "path .* PathLike or Iterable, got None of type NoneType"),
+        (
+            lambda _: TensorSwapper("path", host_memory_bytes="1GiB"),
+            "host_memory_bytes must be an int, got '1GiB' of type str",
+        ),
+        (
+            lambda _: TensorSwapper("path", host_memory_bytes=None),
+            "host_memory_bytes must be an int, got None of type NoneType",
+        ),
         (lambda _: TensorSwapper([None]), "a path .* a str or PathLike, got None of type NoneType"),
     ],
-    ids=["a list", "a list as out", "key out", "key in", "key deleted", "no path", "paths of none"],
+    ids=[
+        *("a list", "a list as out", "key out", "key in", "key deleted", "no path"),
+        *("size in words", "no size", "paths of none"),
+    ],
 )
 def test_what_is_of_another_type_is_refused_with_the_one_that_is_wanted(
     call: Callable[[TensorSwapper], object], message: str, swapper: TensorSwapper
