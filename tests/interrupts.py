@@ -7,7 +7,7 @@ from types import FrameType
 from typing import Any
 
 # Python drops what is raised where the garbage collector calls, or lets go of a generator.
-_COLLECTOR = frozenset({"_let_go", "_runs"})
+_COLLECTOR = frozenset({"_let_go", "_runs", "<genexpr>"})
 
 
 class Interrupted:
