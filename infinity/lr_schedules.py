@@ -22,7 +22,6 @@ can use stays within.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 import numbers
@@ -34,6 +33,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from infinity.config.spelling import nearest
 from tiering.errors import ConfigError, TieringWarning
 
 PerGroup: TypeAlias = float | Sequence[float]
@@ -538,8 +538,8 @@ def scheduler_of(
 
 
 def _nearest(word: str, known: Mapping[str, object]) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
-    return f"; the nearest is {close[0]!r}" if close else ""
+    close = nearest(word, known)
+    return f"; the nearest is {close!r}" if close else ""
 
 
 def _finite(value: object) -> float | None:
