@@ -35,7 +35,7 @@ from infinity.config import Config, Optimizer, load_config
 from infinity.data import TrainingLoader, training_loader
 from infinity.engine import InfinityEngine
 from infinity.lr_schedules import scheduler_of
-from infinity.optimizer import PagedAdam
+from infinity.optimizer import PagedAdam, check_settings
 from infinity.report import EngineStats
 from tiering.aio import Faults
 from tiering.errors import ConfigError, EngineClosedError, TieringWarning
@@ -237,9 +237,7 @@ def _from_torch(optimizer: torch.optim.Optimizer) -> OptimizerGroups:
     kept = ("params", "lr", "betas", "eps", "weight_decay")
     groups = []
     for group in optimizer.param_groups:
-        for switch in ("amsgrad", "maximize"):
-            if group.get(switch):
-                raise ConfigError(f"the optimizer has {switch}=True, which is not supported")
+        check_settings(group)
         extra = {k: v for k, v in group.items() if k not in optimizer.defaults}
         own = {"decoupled": decoupled, "fused": bool(group.get("fused"))}
         groups.append({**extra, **{k: group[k] for k in kept}, **own})

@@ -290,10 +290,11 @@ class PagedAdam(torch.optim.Optimizer):
                 when the engine was made and is not now.
         """
         super().add_param_group(param_group)
-        wrong = _wrong_setting(self.param_groups[-1])
-        if wrong:
+        try:
+            check_settings(self.param_groups[-1])
+        except ConfigError:
             self.param_groups.pop()
-            raise ConfigError(f"a group of parameters has {wrong}")
+            raise
         given = self.param_groups[-1]["params"]
         strangers = [p for p in given if p.requires_grad and p not in self._managed]
         if strangers:
@@ -593,18 +594,32 @@ class PagedAdam(torch.optim.Optimizer):
         return wide.mul_(scale) if scale != 1.0 else wide
 
 
-def _wrong_setting(group: Mapping[str, Any]) -> str:
-    """What of a group's settings cannot be honoured, and what could; empty if all can."""
-    for switch in ("amsgrad", "maximize"):
-        if group.get(switch):
-            return f"{switch}=True, which is not supported; leave it out"
-    for key in ("lr", "eps", "weight_decay"):
-        if not 0 <= _number(group[key]) < math.inf:
-            return f"{key} {group[key]!r}, which must be a number from 0"
+def check_settings(group: Mapping[str, Any]) -> None:
+    """Refuse what of a group's settings cannot be honoured.
+
+    Args:
+        group: of this optimizer, or of torch's Adam or AdamW.
+
+    Raises:
+        ConfigError: names the setting, its value, and what could be honoured.
+    """
     beta1, beta2 = (*group["betas"], None, None)[:2]
+    wrong = [
+        *(
+            f"{switch}=True, which is not supported; leave it out"
+            for switch in ("amsgrad", "maximize")
+            if group.get(switch)
+        ),
+        *(
+            f"{key} {group[key]!r}, which must be a number from 0"
+            for key in ("lr", "eps", "weight_decay")
+            if not 0 <= _number(group[key]) < math.inf
+        ),
+    ]
     if not (0 <= _number(beta1) < 1 and 0 <= _number(beta2) < 1):
-        return f"betas {group['betas']!r}, which must be two numbers from 0, below 1"
-    return ""
+        wrong.append(f"betas {group['betas']!r}, which must be two numbers from 0, below 1")
+    if wrong:
+        raise ConfigError(f"a group of parameters has {'; and '.join(wrong)}")
 
 
 def _number(value: Any) -> float:  # noqa: ANN401 - whatever a user has put there

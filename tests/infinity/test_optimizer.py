@@ -213,3 +213,14 @@ def test_what_a_group_cannot_have_is_refused(
     )
     with engine, pytest.raises(ConfigError, match=f"a group of parameters has {reason}"):
         optimizer.add_param_group({"params": [first], **wrong})
+
+
+@pytest.mark.parametrize("switch", ["maximize", "amsgrad"])
+def test_what_torchs_optimizer_has_and_ours_has_not_is_refused(switch: str, tmp_path: Path) -> None:
+    """With the same words, wherever it was said."""
+    model = base_model()
+    optimizer = torch.optim.AdamW(model.parameters(), **{switch: True})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"a group of parameters has {switch}=True"):
+        infinity.initialize(
+            model=model, optimizer=optimizer, config=without_optimizer(config_for(tmp_path))
+        )
